@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import KVCacheConfig, KVLayerConfig, MambaCacheConfig, dtypes
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.errors import DTypeError

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.plot import Plot, draw, size_text
 

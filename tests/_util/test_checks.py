@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache._util.checks import as_int, int_in_range, layer_index, one_of, slot_index
 from trt_kvcache.errors import ConfigError, LayerIndexError, RangeError, ShapeError, SlotError
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.benchmarking import BenchmarkCase
 from trt_kvcache.benchmarking.cases import check_cases
 from trt_kvcache.errors import CapacityError, ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
 from trt_kvcache.trt.module import TensorRT

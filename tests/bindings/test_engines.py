@@ -16,7 +16,7 @@ import pytest
 
 from tests.bindings.network import FLOAT, INT32
 from tests.checkpoint.folders import edit_tensors
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import FakeGpuMemory, enqueue, make_ready, set_shapes, tensor
 from tests.helpers.models import write_model
 from tests.helpers.quantized_models import ALL_CASES, write_quantized

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.bindings.plugin_calls import fields
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.models import write_model
 from tests.plugin_library.build import build_library, need_cmake, run
 from tests.plugin_library.creators import creators_of

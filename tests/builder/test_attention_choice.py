@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import fake_module
 from tests.helpers.models import SMALL, with_mixer, write_model
 from tests.paths import GOLDEN

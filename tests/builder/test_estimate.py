@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.models import SMALL, write_model
 from tests.paths import GOLDEN, SHIPPED
 from tests.sweeps import each_once

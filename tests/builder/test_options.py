@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 from numpydoc.docscrape import FunctionDoc
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import fake_module
 from tests.helpers.models import SMALL, with_layers, with_mixer
 from tests.paths import GOLDEN

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.models import write_model
 from tests.helpers.quantized_models import (
     AWQ_CONFIG,

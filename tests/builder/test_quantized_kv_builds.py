@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.models import write_model
-from tests.helpers.tolerance import assert_close
 from trt_kvcache import InferenceSession, build_engine, estimate_build
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import ConfigError, EngineError

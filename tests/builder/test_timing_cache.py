@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import FakeLogger, fake_module
 from trt_kvcache.builder.timing_cache import check_timing_cache, read_timing_cache, write_timing_cache
 from trt_kvcache.errors import BuildError, ConfigError

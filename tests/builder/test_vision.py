@@ -9,7 +9,7 @@ import pytest
 
 import trt_kvcache
 from tests.golden.weights import VISION, VISION_SEEDS
-from tests.helpers.vision_models import write_text_decoder
+from tests.helpers.models import write_text_decoder
 from tests.sweeps import one_of_each_family
 from trt_kvcache import build_engine, estimate_build
 from trt_kvcache.checkpoint import Checkpoint

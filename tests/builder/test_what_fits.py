@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import write_model
 from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_quantized

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.cache.scene import WITH_ROWS, driver_calls
+from tests.helpers.assertions import raises
 from tests.helpers.caches import (
     ALL_KINDS,
     KINDS,
@@ -33,7 +34,6 @@ from tests.helpers.caches import (
     states_of,
     whole,
 )
-from tests.helpers.errors import raises
 from tests.simt.standin import ALLOCATIONS, WAITS, needs_standin
 from trt_kvcache import HostMemory, KVCacheManager, Lengths, LinearKVCache, MambaCacheManager
 from trt_kvcache.errors import CapacityError, CaptureError, ClosedError, ConfigError, PlaceError

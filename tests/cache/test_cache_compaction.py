@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import (
     ALL_KINDS,
     KINDS,
@@ -21,7 +22,6 @@ from tests.helpers.caches import (
     mamba_config,
     state_of,
 )
-from tests.helpers.errors import raises
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory, KVCacheManager, KVLayout, Lengths, MambaCacheManager
 from trt_kvcache.errors import CaptureError, ClosedError, DTypeError, LengthsUnknown, MappingError, PlaceError, RangeError, ShapeError

@@ -7,8 +7,8 @@ operations refuse besides is here for slots and lengths, and in the file of the 
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import ALL_KINDS, KINDS, B, CapturingMemory, S, Unchanged, cache_holding, on_device
-from tests.helpers.errors import raises
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import (
     CapacityError,

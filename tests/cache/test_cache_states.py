@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.cache.scene import PING_PONG, WITH_STATES, driver_calls
+from tests.helpers.assertions import raises
 from tests.helpers.caches import Image, Unchanged, fill_all, make_cache, states_of, whole
-from tests.helpers.errors import raises
 from tests.simt.standin import ALLOCATIONS, WAITS, needs_standin
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import (

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import hybrid_config, kv_config, linear_config, mamba_config
-from tests.helpers.errors import raises
 from trt_kvcache import CacheConfig, HybridCacheManager, KVCacheManager, LayerType, LinearKVCache, MambaCacheManager
 from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.errors import LayerIndexError

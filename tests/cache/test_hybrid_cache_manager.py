@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import (
     ATTENTION,
     HEADS,
@@ -16,7 +17,6 @@ from tests.helpers.caches import (
     make_cache,
     mamba_config,
 )
-from tests.helpers.errors import raises
 from trt_kvcache import (
     HybridCacheConfig,
     HybridCacheManager,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.cache.scene import KV_CONFIGS
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import (
     CacheConfig,
     HostMemory,

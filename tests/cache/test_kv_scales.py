@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.cache.scene import OTHER_LAYOUT, WITH_ROWS
+from tests.helpers.assertions import raises
 from tests.helpers.caches import HEADS, LAYOUTS, Image, Unchanged, cache_holding, make_cache, on_device
-from tests.helpers.errors import raises
 from trt_kvcache.errors import DTypeError, ShapeError
 
 #: Tokens, and between which slots they go: none, one, some, a whole row of four scales, and all of a slot.

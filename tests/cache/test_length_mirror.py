@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.cache.length_mirror import LengthMirror
 from trt_kvcache.errors import CapacityError, LengthsUnknown, MappingError, RangeError, ShapeError, SlotError
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import CapturingMemory, state_of_lengths, whole
-from tests.helpers.errors import raises
 from trt_kvcache import HostMemory, Lengths
 from trt_kvcache.errors import (
     CapacityError,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import LAYOUTS, Image, Unchanged, fill_all, linear_config, make_cache, whole
-from tests.helpers.errors import raises
 from trt_kvcache import CacheConfig, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache, MambaCacheManager
 from trt_kvcache.errors import ClosedError, LayerIndexError, ShapeError
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.cache.scene import PING_PONG
+from tests.helpers.assertions import raises
 from tests.helpers.caches import CapturingMemory, Image, Unchanged, fill_all, kv_config, make_cache, mamba_config, states_of
-from tests.helpers.errors import raises
 from trt_kvcache import HostMemory, KVCacheManager, Lengths, MambaCacheManager, estimate_memory
 from trt_kvcache.errors import (
     CapacityError,

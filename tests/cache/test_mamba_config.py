@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import HostMemory, MambaCacheConfig, MambaCacheManager, estimate_memory
 from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError

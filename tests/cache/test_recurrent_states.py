@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.cache.scene import PING_PONG, driver_calls
+from tests.helpers.assertions import raises
 from tests.helpers.caches import FailingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, state_of, states_of
-from tests.helpers.errors import raises
 from tests.simt.standin import ALLOCATIONS, WAITS, needs_standin
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, PlaceError, ShapeError, SlotError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.checkpoint import GenerationDefaults
 from trt_kvcache.errors import CheckpointError
 

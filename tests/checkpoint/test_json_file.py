@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.checkpoint.json_file import read_json, read_json_if_present, read_text
 from trt_kvcache.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import CheckpointError, ConfigError, RangeError
 

@@ -7,8 +7,7 @@ import pytest
 
 from tests.golden.weights import VISION
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.models import write_model
-from tests.helpers.vision_models import write_text_decoder
+from tests.helpers.models import write_model, write_text_decoder
 from trt_kvcache import what_fits
 
 from .conftest import CONFIG, GOLDEN, SHIPPED, TOKEN_NBYTES, Run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
 from trt_kvcache.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.cli.session_flags import SessionFlags, open_session
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.session.session_source import SessionSource

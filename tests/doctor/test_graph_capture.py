@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.doctor.cases import CheckFailure
 from trt_kvcache.doctor.checks import graphs

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeTensorRT
 from trt_kvcache.doctor import single_layer
 from trt_kvcache.doctor.cases import CheckFailure

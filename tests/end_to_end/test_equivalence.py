@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
+from tests.helpers.assertions import assert_close, assert_same_choice
 from tests.helpers.recording import poison
-from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.paths import GOLDEN
 from tests.sweeps import each_once, one_of_each_family
 from trt_kvcache import InferenceSession, SamplingParams

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close, assert_same_choice
 from tests.helpers.caches import next_states_of, rows_of, states_of, whole
 from tests.helpers.models import write_model
-from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.sequences.hybrid_model import HybridModel, hybrid_cache
 from trt_kvcache import HostMemory, InferenceSession, KVLayout
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import TensorType, run_on_host

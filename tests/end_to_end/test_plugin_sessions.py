@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.recording import cache_rows, kv_config, poison, recorded
-from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN, SHIPPED
 from tests.sweeps import each_once, one_of_each_family
 from trt_kvcache import InferenceSession, KVLayout, SamplingParams

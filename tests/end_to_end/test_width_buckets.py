@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.end_to_end.test_equivalence import FAMILIES, S, open_model, tokens_of
+from tests.helpers.assertions import assert_close, assert_same_choice
 from tests.helpers.recording import poison
-from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.sweeps import each_once, one_of_each_family
 from trt_kvcache import SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.engine.bindable import check_bindable
 from trt_kvcache.engine.protocol import TensorSpec

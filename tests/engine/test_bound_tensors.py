@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.recording import VOCAB, engine_tensors, kv_config, two_profiles
 from tests.paths import GOLDEN
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager

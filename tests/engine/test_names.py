@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import ConfigError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.adapters import write_adapter
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.errors import raises
 from trt_kvcache import InferenceSession, inspect_engine, load
 from trt_kvcache.checkpoint.adapters.lora_adapter import LoraAdapter
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, EngineFolder, check_target

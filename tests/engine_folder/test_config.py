@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_config, make_engine_folder
-from tests.helpers.errors import raises
 from tests.helpers.models import write_model
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig

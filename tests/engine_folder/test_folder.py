@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import PLAN, make_engine_folder
-from tests.helpers.errors import raises
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine_folder.folder import EngineFolder, check_target, is_engine_folder
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError, EngineError

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder, segment_plans
-from tests.helpers.errors import raises
 from tests.helpers.models import write_model
 from tests.paths import GOLDEN
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.interrupts import lengths
-from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN, ROOT
 from trt_kvcache import InferenceSession
 

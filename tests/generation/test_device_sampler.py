@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.generation.stepping import next_token
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import CapacityError, ConfigError, EngineError, ProcessorError, RangeError, ShapeError, SlotError
 from trt_kvcache.generation.device_sampler import DeviceSampler

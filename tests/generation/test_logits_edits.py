@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.generation.stepping import next_token
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import EngineError, ProcessorError, RangeError
 from trt_kvcache.generation.logits_edits import LogitsEdits
 from trt_kvcache.generation.request import Request

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import ChatPrompt
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, KVCacheError, RangeError, ShapeError

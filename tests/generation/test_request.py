@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from tests.checkpoint.tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder
 from tests.generation.stepping import next_token
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.generation.request import GeneratedToken, Request

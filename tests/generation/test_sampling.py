@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.kernels.plain_choice import plain_distribution
 from trt_kvcache.errors import EngineError, RangeError
 from trt_kvcache.generation.sampling import Sampler, SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import EngineError, KVCacheError
 from trt_kvcache.generation.request import Choice, Request

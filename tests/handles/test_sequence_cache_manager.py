@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.handles.sequences import STATES, TOKEN, Sequences, joined, make_sequences, raw, tokens
+from tests.helpers.assertions import raises
 from tests.helpers.caches import HEADS, B, CapturingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache
-from tests.helpers.errors import raises
 from trt_kvcache import SequenceCacheManager
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import (

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.handles.sequences import On
+from tests.helpers.assertions import raises
 from tests.helpers.caches import HEADS, Unchanged, cache_holding, make_cache
-from tests.helpers.errors import raises
 from trt_kvcache import SequenceCacheManager
 from trt_kvcache.errors import ConfigError, DTypeError, ShapeError
 

@@ -4,8 +4,13 @@
 reads them back: a token that was lost, doubled, moved or read from a dead row shows.
 """
 
+from __future__ import annotations
+
 from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +18,8 @@ from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager,
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.errors import KVCacheError
+from trt_kvcache.generation.drafter import DraftedSequence
 
 VOCAB = 263
 _HASHES = 997
@@ -20,7 +27,7 @@ _TABLE = np.random.default_rng(11).normal(0, 3, (_HASHES, VOCAB)).astype(np.floa
 
 
 def logits_after(tokens):
-    """What ``RecordingEngine`` answers after these tokens, float32 ``[VOCAB]``."""
+    """Return the logits of ``RecordingEngine`` after these tokens, float32 ``[VOCAB]``."""
     value = 1
     for token in tokens:
         value = (value * 31 + int(token) + 1) % _HASHES
@@ -266,3 +273,61 @@ def cache_rows(cache):
     kinds = () if cache.states is None else cache.states.kinds
     states = [view.numpy()[: len(lengths)].tobytes() for kind in kinds for view in cache.states.current(kind).layers]
     return rows + states
+
+
+# --- drafters of known quality: each token that they propose is right with a probability ---
+
+#: Returns so many tokens that will follow a sequence, or fewer.
+Truth = Callable[[DraftedSequence, int], list[int]]
+
+
+class Drafter:
+    """Proposes what will follow; each token is replaced by another with the probability ``1 - right``. Shorter drafts unless it is 1."""
+
+    def __init__(self, truth: Truth, right: float, *, seed: int = 0, vocab_size: int = 30) -> None:
+        self.truth, self.right, self.random, self.vocab_size = truth, right, Random(seed), vocab_size
+        self.calls: list[list[tuple[int, ...]]] = []
+
+    def propose(self, sequences: Sequence[DraftedSequence]) -> list[list[int]]:
+        drafts = [self._draft(one) for one in sequences]
+        self.calls.append([tuple(draft) for draft in drafts])
+        return drafts
+
+    def _draft(self, sequence: DraftedSequence) -> list[int]:
+        assert sequence.limit >= 1
+        count = sequence.limit if self.right == 1 else self.random.randint(0, sequence.limit)
+        known = self.truth(sequence, count)
+        known += [0] * (count - len(known) if self.right < 1 else 0)
+        return [token if self.random.random() < self.right else (token + 1) % self.vocab_size for token in known]
+
+
+def chosen(sequence: DraftedSequence, count: int) -> list[int]:
+    """Return the tokens that a request over the recording engine will choose."""
+    request, tokens, before = sequence.request, sequence.tokens, sequence.request.progress
+    found: list[int] = []
+    try:
+        while len(found) < count:
+            choice = request.choose(logits_after([*tokens, *found]), full=False)
+            request.take(choice)
+            assert choice.token is not None
+            found.append(choice.token.token)
+            if choice.token.finish_reason is not None:
+                break
+    except KVCacheError:
+        pass  # what comes after an error does not matter
+    finally:
+        request.restore(before)
+    return found
+
+
+def known_truth(events: Iterable[Any], prompts: Sequence[Sequence[int]]) -> Truth:
+    """Return the truth of requests that have been run without drafts, from their tokens, by the index of the request."""
+    rows = [list(prompt) for prompt in prompts]
+    for event in events:
+        rows[event.index].append(event.token)
+
+    def truth(sequence: DraftedSequence, count: int) -> list[int]:
+        row, tokens = rows[sequence.request.index], sequence.tokens
+        return row[len(tokens) : len(tokens) + count] if row[: len(tokens)] == tokens else []
+
+    return truth

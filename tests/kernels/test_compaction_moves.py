@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import DTypeError, MappingError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import MAX_MOVES, CompactionPlan, DeviceCompactionPlan

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.errors import ClosedError, KVCacheError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import KVLayerInfos, StateInfos

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import linear, linear_gelu_tanh_mul, linear_silu_mul, linear_tiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.kernels.plain_choice import plain_choice
 from tests.kernels.sampling import CHOICES, KINDS, Row, make_logits, make_rows, make_tokens, params_of, random_edits, results_of
 from trt_kvcache import DeviceTensor, HostMemory

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import MAX_SAVED_TENSORS, MAX_STORED_VALUES, KVLayerInfo, StateInfo, sources
 from trt_kvcache.kernels.attention_tiles import decode_tiles, few_tiles, prefill_tiles

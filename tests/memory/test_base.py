@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ClosedError, DTypeError, PlaceError, RangeError, ShapeError

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 from trt_kvcache import CudaMemory, DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig
 from trt_kvcache.errors import CapacityError, CaptureError, CudaError, PlaceError, RangeError, ShapeError

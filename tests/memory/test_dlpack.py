@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.simt.standin import StandIn, need_cuda_memory, needs_standin
 from trt_kvcache import DeviceTensor
 from trt_kvcache.dtypes import dlpack_code, numpy_dtype

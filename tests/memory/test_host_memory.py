@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.dtypes import dlpack_code, numpy_dtype
 from trt_kvcache.errors import PlaceError, ShapeError

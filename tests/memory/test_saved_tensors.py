@@ -5,8 +5,8 @@ import gc
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import FailingMemory
-from tests.helpers.errors import raises
 from trt_kvcache import DeviceTensor
 from trt_kvcache.errors import CapacityError, ClosedError, LayoutError, ShapeError
 from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved

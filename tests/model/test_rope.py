@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import RopeConfig, rope_table

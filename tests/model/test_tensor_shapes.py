@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.models import SMALL, model_of, with_layers, with_mixer
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError

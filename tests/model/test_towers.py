@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.golden.weights import VISION_SEEDS
-from tests.helpers.vision_models import text_config, vision_config
+from tests.helpers.models import text_config, vision_config
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.kernels.attention_params import score_factors
 from trt_kvcache.kernels.attention_tiles import MAX_SCORE_FACTOR, MIN_SCORE_FACTOR

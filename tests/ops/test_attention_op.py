@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close, raises
 from trt_kvcache.errors import ConfigError, DTypeError, ShapeError
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.borrowed_workspace import workspace_nbytes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.ops import registry
 from trt_kvcache.ops.attention_op import AttentionOp

@@ -10,7 +10,7 @@ import pytest
 from polygraphy.comparator import IterationResult
 from polygraphy.logger import G_LOGGER
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.polygraphy.compare_func import SessionCompareFunc
 from trt_kvcache.polygraphy.path_comparison import TOLERANCES

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import DTypeError, RangeError, ShapeError
 from trt_kvcache.polygraphy.feeds import complete_feed, decoding_steps, make_feed, read_feed
 

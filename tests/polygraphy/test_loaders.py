@@ -12,7 +12,7 @@ from polygraphy.exception import PolygraphyException
 from polygraphy.logger import G_LOGGER
 
 import trt_kvcache.polygraphy as namespace
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.paths import SHIPPED
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.polygraphy.failures import as_polygraphy

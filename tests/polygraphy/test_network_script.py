@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.paths import ROOT
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.paths import GOLDEN
 from trt_kvcache import HybridCacheManager
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError

@@ -11,8 +11,7 @@ from polygraphy.comparator import Comparator, DataLoader
 from polygraphy.exception import PolygraphyException
 from polygraphy.logger import G_LOGGER
 
-from tests.helpers.errors import raises
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close, raises
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, EngineError, ShapeError
 from trt_kvcache.polygraphy.feeds import greedy_feeds, make_feed

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import DTypeError, RangeError, ShapeError
 
 MESSAGE = "q.scale: expected float32 [3, 16] or a number from 0 to 10, got float16 [3, 160]. Give 7 numbers."

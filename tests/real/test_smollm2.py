@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.tolerance import SAME_SUMS, assert_close
+from tests.helpers.assertions import SAME_SUMS, assert_close
 from tests.paths import ROOT
 from tests.real.conftest import opened
 from trt_kvcache import ChatPrompt, InferenceSession, build_engine, text_perplexity

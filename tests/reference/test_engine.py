@@ -11,7 +11,7 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.names import TensorNames

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close, raises
 from tests.sweeps import each_once
 from trt_kvcache.errors import BindingError, ConfigError, EngineError
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from tests.sweeps import each_once
 
 from .rig import GOLDEN, MODELS, Rig, golden

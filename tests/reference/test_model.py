@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from trt_kvcache.model import NormConfig
 from trt_kvcache.reference import model
 from trt_kvcache.reference.weights import Projection

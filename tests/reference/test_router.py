@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from trt_kvcache.model import RouterConfig
 from trt_kvcache.reference.router import route
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.golden.weights import VISION_SEEDS
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from tests.sweeps import one_of_each_family
 
 from .rig import Rig, golden

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.sequences.model_identity import ModelIdentity
 

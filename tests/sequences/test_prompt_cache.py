@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import SEQUENCE_KINDS, CapturingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, on_device
-from tests.helpers.errors import raises
 from tests.sequences.hybrid_model import VOCAB, HybridModel, hybrid_cache
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout

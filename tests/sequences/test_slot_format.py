@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import HEADS, NO_RECURRENT_STATE, SEQUENCE_KINDS, kv_config, make_cache, mamba_config
-from tests.helpers.errors import raises
 from trt_kvcache import HostMemory, KVLayerConfig, KVLayout
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.sequences.slot_copy import SlotCopy

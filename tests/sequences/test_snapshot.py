@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import SEQUENCE_KINDS, Image, Unchanged, cache_holding, fill_all, kv_config, make_cache, mamba_config
-from tests.helpers.errors import raises
 from tests.paths import ROOT
 from tests.sequences.hybrid_model import HybridModel, hybrid_cache
 from tests.sequences.snapshots import MODEL, SAMPLER, TOKENS, host_cache, load, refused, save

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.sessions import Pace
 from tests.server.engines import MODEL, alone, answers, held_slots, request, run, running, source
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, QueueFullError, RangeError, ShapeError

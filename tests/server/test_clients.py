@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.sessions import Pace
 from tests.server.engines import alone, answers, request, run, running
 from trt_kvcache.errors import ClosedError, ConfigError, QueueFullError

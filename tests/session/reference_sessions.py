@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 
 OPTIONS = {"engine": "reference", "max_sequence_length": 48, "max_prefill_length": 7, "dtype": "float32"}
 UNSEEDED = {"temperature": 0.8, "ignore_eos": True}

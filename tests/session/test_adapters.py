@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.adapters import tensors_of, write_adapter
+from tests.helpers.assertions import assert_close, raises
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.errors import raises
 from tests.helpers.models import write_model
-from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
 from tests.reference.test_golden import TOLERANCE
 from trt_kvcache import InferenceSession, load

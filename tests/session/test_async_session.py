@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.sessions import Pace, alone, continuation, damage_logits, make, sampled
 from tests.paths import ROOT
 from trt_kvcache import AsyncSession, SamplingParams

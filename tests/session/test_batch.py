@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.recording import logits_after
 from tests.helpers.sessions import make
 from tests.session.every_logit import with_every_logit

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.checkpoint.tokenizer_folders import byte_level_folder, opened
-from tests.helpers.drafters import Drafter, chosen
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, journal, names
-from tests.helpers.recording import VOCAB, cache_rows, logits_after, poison
+from tests.helpers.recording import VOCAB, Drafter, cache_rows, chosen, logits_after, poison
 from tests.helpers.sessions import ahead, by_prompt, damage_logits, drain, make, outcome, refuse
 from tests.session.every_logit import with_every_logit
 from tests.session.test_decode_steps import random_params

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.drafters import Drafter, recorded
-from tests.helpers.recording import cache_rows, poison
+from tests.helpers.recording import Drafter, cache_rows, known_truth, poison
 from tests.helpers.sessions import ahead
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS, fails
@@ -28,7 +27,7 @@ def params_of(*counts: int) -> list[SamplingParams]:
 
 def drafter(name: str, prompts: Any, right: float, *counts: int) -> Drafter:
     with open_model(name) as plain:
-        return Drafter(recorded([*plain.generate(prompts, params_of(*counts))], prompts), right, seed=4)
+        return Drafter(known_truth([*plain.generate(prompts, params_of(*counts))], prompts), right, seed=4)
 
 
 @every_model
@@ -114,7 +113,7 @@ def test_windows_and_quantized_rows(name: str, kv: dict[str, Any], right: float)
         InferenceSession.from_model(GOLDEN / name, **options) as session,
     ):
         events = [*plain.generate(prompts, params_of())]
-        draft = Drafter(recorded(events, prompts), right, seed=4)
+        draft = Drafter(known_truth(events, prompts), right, seed=4)
         assert generated(session.generate(prompts, params_of(), draft=draft)) == generated(events)
         assert [session.tokens(slot) for slot in range(3)] == [plain.tokens(slot) for slot in range(3)]
 
@@ -125,7 +124,7 @@ def test_a_conversation_goes_on_from_what_the_cache_has(right: float) -> None:
     prompts = prompts_of(name)[:1]
     with open_model(name, slots=1, prompt_cache_bytes=1 << 20) as plain, open_model(name, slots=1, prompt_cache_bytes=1 << 20) as session:
         events = [*plain.generate(prompts, params_of(9))]
-        assert generated(session.generate(prompts, params_of(9), draft=Drafter(recorded(events, prompts), right))) == generated(events)
+        assert generated(session.generate(prompts, params_of(9), draft=Drafter(known_truth(events, prompts), right))) == generated(events)
         turn = [*prompts[0], *generated(events)[0], *tokens_of(name)[:2]]
         for one in (plain, session):
             assert len([*one.generate([turn], max_new_tokens=3, ignore_eos=True, reuse=True)]) == 3

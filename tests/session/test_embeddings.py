@@ -11,8 +11,7 @@ from safetensors.numpy import load_file
 
 import trt_kvcache
 from tests.golden.weights import VISION
-from tests.helpers.errors import raises
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close, raises
 from tests.paths import GOLDEN, ROOT
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, EngineError, RangeError, ShapeError

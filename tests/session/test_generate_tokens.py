@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS, EOS
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.recording import (
     logits_after,
 )

@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import errors
 
 import trt_kvcache
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.errors import raises
 from tests.paths import ROOT
 from tests.session.hub import fake_hub
 from trt_kvcache import InferenceSession

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.errors import raises
 from tests.helpers.models import write_model
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.builder.build_engine import build_engine

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import Checkpoint, HostMemory, InferenceSession

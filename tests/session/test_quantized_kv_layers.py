@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close, assert_same_choice
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
-from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.paths import GOLDEN
 from tests.session.test_quantized_kv import poison_rows, stored
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine

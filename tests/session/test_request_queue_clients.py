@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.sessions import alone, drain, make, outcome, sampled
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import ConfigError

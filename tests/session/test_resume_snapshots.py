@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.caches import Unchanged
-from tests.helpers.errors import raises
 from tests.helpers.models import write_model
 from tests.paths import GOLDEN
 from tests.sequences.snapshots import MODEL, TOKENS, host_cache, save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS, byte_level_folder
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.models import write_model
 from tests.helpers.sessions import drain, make, refuse
 from trt_kvcache import ChatPrompt, InferenceSession

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.session.reference_sessions import LONG, fails, same, tokens
 from trt_kvcache import InferenceSession, PromptCache
 from trt_kvcache.errors import ConfigError

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import assert_close, raises
 from tests.helpers.recording import VOCAB, logits_after
 from tests.helpers.sessions import continuation, damage_logits, make, refuse
-from tests.helpers.tolerance import assert_close
 from tests.session.every_logit import with_every_logit
 from tests.session.reference_sessions import LONG, fails
 from trt_kvcache import InferenceSession, perplexity

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.errors import raises
 from tests.paths import ROOT
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import ConfigError

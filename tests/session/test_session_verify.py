@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.recording import VOCAB, cache_rows, logits_after
 from tests.helpers.sessions import continuation, make, observe, refuse
-from tests.helpers.tolerance import assert_close
 from tests.session.every_logit import with_every_logit
 from tests.session.reference_sessions import fails
 from tests.sweeps import each_once

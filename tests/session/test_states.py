@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import assert_close, raises
 from tests.helpers.recording import cache_rows, poison
 from tests.helpers.sessions import ahead
-from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS
 from tests.sweeps import one_of_each_family

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.models import write_model
 from tests.paths import SHIPPED
 from trt_kvcache import InferenceSession, perplexity, text_perplexity

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.sessions import make
 from tests.session.reference_sessions import SAMPLED, fails
 from trt_kvcache import AsyncSession, InferenceSession, SamplingParams, SessionSource

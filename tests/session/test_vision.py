@@ -10,8 +10,8 @@ import pytest
 
 import trt_kvcache
 from tests.golden.weights import VISION, VISION_SEEDS
-from tests.helpers.errors import raises
-from tests.helpers.vision_models import write_text_decoder
+from tests.helpers.assertions import raises
+from tests.helpers.models import write_text_decoder
 from tests.sweeps import one_of_each_family
 from trt_kvcache import ChatPrompt
 from trt_kvcache.errors import ConfigError

@@ -11,8 +11,8 @@ from tests.torch_engine.needs_torch import need_torch
 need_torch()
 
 from tests.helpers.adapters import write_adapter  # noqa: E402
+from tests.helpers.assertions import assert_close  # noqa: E402
 from tests.helpers.models import write_model  # noqa: E402
-from tests.helpers.tolerance import assert_close  # noqa: E402
 from tests.session import test_adapters as of_sessions  # noqa: E402
 from trt_kvcache import load  # noqa: E402
 

@@ -10,8 +10,8 @@ from itertools import cycle
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.recording import poison
-from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
 from tests.reference.rig import golden
 from tests.torch_engine.needs_torch import need_torch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.quantized.test_engines import EXPERTS, check_experts
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from tests.paths import GOLDEN
 from tests.reference.rig import Rig, golden
 from tests.reference.test_router import ROUTERS, inputs_of, router_of

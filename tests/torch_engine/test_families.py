@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import run  # noqa: F401
+from tests.helpers.assertions import assert_close, assert_same_choice
 from tests.helpers.models import model_of
 from tests.helpers.recording import poison
-from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS, Rig, golden
 from tests.torch_engine.needs_torch import need_torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import HYBRID_TOLERANCES, HYBRIDS, changed_model, hybrid_model, sinks_model, write_model
 from tests.paths import GOLDEN

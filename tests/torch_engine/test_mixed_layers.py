@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model, without
-from tests.helpers.tolerance import assert_close
 from tests.torch_engine.needs_torch import need_torch
 
 need_torch()

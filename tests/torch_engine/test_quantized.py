@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.models import write_model
 from tests.helpers.quantized_models import ALL_CASES, write_quantized, write_values
-from tests.helpers.tolerance import assert_close
 from tests.torch_engine.needs_torch import need_torch
 
 need_torch()

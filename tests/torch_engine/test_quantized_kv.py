@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from tests.paths import GOLDEN
 from trt_kvcache import HostMemory, InferenceSession
 from trt_kvcache.polygraphy.live_rows import live_rows

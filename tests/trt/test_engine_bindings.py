@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache import HostMemory
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError

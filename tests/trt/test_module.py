@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import fake_module
 from trt_kvcache.engine.attention_variants import attention_variant
 from trt_kvcache.errors import BuildError, DTypeError, EngineError

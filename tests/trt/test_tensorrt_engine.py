@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import PLAN, make_engine_folder
-from tests.helpers.errors import raises
 from tests.helpers.fake_tensorrt import (
     BATCH,
     IDENTITY,

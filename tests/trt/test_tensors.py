@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import FakeTensorRT
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.models import attentions_of
-from tests.helpers.tolerance import assert_close
 from tests.reference.rig import MODELS
 from tests.sweeps import one_of_each_family
 from trt_kvcache.builder.serialization import make_config, serialize

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import TensorRT

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part, StoredWeights, normal
+from tests.helpers.assertions import assert_close
 from tests.helpers.models import SMALL
-from tests.helpers.tolerance import assert_close
 from trt_kvcache.builder.network.head import by_slot, chosen_tokens, embed, embedding_table, last_token, logits
 from trt_kvcache.model import ModelConfig, NormConfig
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part, StoredWeights, normal
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from trt_kvcache.builder.network.linear import linear
 
 pytestmark = pytest.mark.trt

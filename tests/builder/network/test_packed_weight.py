@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.builder.network.graph import packed_nibbles
 from trt_kvcache.builder.network.packed_weight import PackedWeight
 from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues

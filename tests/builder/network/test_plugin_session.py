@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close, raises
 from tests.helpers.engine_files import PLAN, make_config
-from tests.helpers.errors import raises
 from tests.helpers.fake_tensorrt import FakeTensorRT, install
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import SMALL
-from tests.helpers.tolerance import assert_close
 from tests.trt.plugin.on_host import run_plugins_on_host
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ModelIdentity
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary

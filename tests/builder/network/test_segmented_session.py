@@ -5,9 +5,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.engine_files import cuts_of, make_engine_folder, segment_plans
 from tests.helpers.fake_tensorrt import FakeSegment, FakeTensorRT, install
-from tests.helpers.tolerance import assert_close
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.ops.segments import Segment

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builder.network.interpreter import interpret
 from tests.builder.network.parts import Part, normal
-from tests.helpers.tolerance import SAME_SUMS, assert_close
+from tests.helpers.assertions import SAME_SUMS, assert_close
 from trt_kvcache.builder.network import selective_scan as scan
 from trt_kvcache.builder.network.activations import softplus
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part, normal
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
 
 pytestmark = pytest.mark.trt

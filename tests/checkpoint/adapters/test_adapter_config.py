@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.adapters import FIELDS
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.checkpoint.adapters.adapter_config import AdapterConfig
 from trt_kvcache.errors import ConfigError
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.helpers.adapters import DOWN_PROJ, Q_PROJ, Array, edit_adapter, tensors_of, write_adapter
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.checkpoint.adapters.lora_adapter import LoraAdapter
 from trt_kvcache.errors import CheckpointError, ConfigError
 

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.folders import edit_config, edit_tensors
 from tests.golden.weights import SEEDS, VISION
 from tests.helpers.adapters import DOWN_PROJ, Q_PROJ, SHAPES, edit_adapter, merged, tensors_of, write_adapter
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import write_model
 from tests.helpers.quantized_models import CASES, write_quantized

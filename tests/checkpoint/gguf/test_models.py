@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("gguf")
 
 import trt_kvcache
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close
 from tests.paths import GOLDEN
 from tests.reference.rig import golden
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 
 pytest.importorskip("gguf")
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoint.folders import Tensors, edit_config, edit_tensors, load_file, refused
 from tests.checkpoint.quantized.conftest import Folder
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.helpers.quantized_models import ALL_CASES, AWQ_CONFIG, FP8_CONFIG, GPTQ_CONFIG
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.registry import FORMATS

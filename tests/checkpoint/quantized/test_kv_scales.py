@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.folders import edit_config, edit_tensors
-from tests.helpers.errors import raises
-from tests.helpers.tolerance import assert_close
+from tests.helpers.assertions import assert_close, raises
 from trt_kvcache import Checkpoint, InferenceSession
 from trt_kvcache.errors import CheckpointError, ConfigError
 

@@ -13,8 +13,8 @@ from hypothesis.extra.numpy import arrays
 
 from tests.checkpoint.folders import edit_tensors
 from tests.checkpoint.quantized.test_engines import logits
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.errors import raises
 from tests.helpers.models import write_model
 from tests.helpers.quantized_models import write_values
 from trt_kvcache import InferenceSession

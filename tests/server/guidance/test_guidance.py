@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.server.engines import MODEL, alone, answers, request, run, running
 from tests.server.guidance.grammars import CHAINED, CHOICE, ENDLESS, SLOW, guided
 from tests.server.needs_libraries import need_libraries

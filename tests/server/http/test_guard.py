@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.server.http.running import serving
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http.guard import Guard

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, QUANTIZED_ATTRIBUTE_TYPES
 from trt_kvcache.trt.module import load

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.kernels.attention import DECODE_CASES, FEW_CASES, PREFILL_CASES, QUANTIZED, quantized
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 from tests.trt.plugin.bound import Bound

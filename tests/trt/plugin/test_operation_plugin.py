@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.simt.standin import need_cuda_memory
 from tests.trt.plugin.stand_in import DataType, Size, tensorrt
 from trt_kvcache.errors import ConfigError, EngineError, ShapeError

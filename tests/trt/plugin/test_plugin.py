@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.trt.plugin.stand_in import Size, tensorrt
 from tests.trt.plugin.test_plugin_tensors import FIELDS, NAMES, QUANTIZED, QUANTIZED_SHAPES, SHAPES
 from trt_kvcache.errors import DTypeError, KVCacheError, ShapeError

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
 from trt_kvcache.ops.borrowed_workspace import workspace_nbytes

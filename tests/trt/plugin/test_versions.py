@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.errors import raises
+from tests.helpers.assertions import raises
 from tests.trt.plugin.stand_in import tensorrt
 from tests.trt.plugin.test_plugin_tensors import FIELDS, QUANTIZED
 from trt_kvcache.errors import EngineError
