@@ -198,6 +198,8 @@ DECODE_CASES = {
     "sinks": Case(lengths=_RAGGED, group=3, sinks=0.5, window=40),
     "sinks of many parts": Case(lengths=(1499, 7), kv_heads=2, tokens=1500, group=5, head_dim=128, sinks=3.0),
     "sinks with softcap": Case(lengths=(140, 3), softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, group=2, sinks=4.0),
+    "heads of 512": Case(lengths=(140, 0, 33), new=(1, 1, 0), group=8, head_dim=512, rotary_dim=128, scale=1.0, layout="separate"),
+    "many parts of heads of 512": Case(lengths=(900,), kv_heads=1, tokens=901, group=16, head_dim=512, rotary_dim=24, sinks=1.0),
 }
 
 PREFILL_CASES = {
@@ -223,6 +225,9 @@ PREFILL_CASES = {
     "sinks": Case(lengths=(70, 0), new=(90, 33), width=90, tokens=200, group=3, sinks=0.5, window=40),
     "sinks of many parts": Case(lengths=(700, 31), width=20, tokens=730, group=8, head_dim=128, sinks=3.0),
     "sinks with softcap": Case(lengths=(66,), width=9, softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, group=2, sinks=4.0),
+    "heads of 512": Case(lengths=(100, 20), width=4, new=(4, 3), group=8, head_dim=512, rotary_dim=128, scale=1.0, packed=True),
+    "many parts of heads of 512": Case(lengths=(600,), width=16, tokens=640, kv_heads=1, group=4, head_dim=512, sinks=1.0),
+    "a window of heads of 512": Case(lengths=(70, 0), width=40, new=(40, 33), kv_heads=1, group=4, head_dim=512, window=50, softcap=5.0),
 }
 
 #: Several new tokens that the decode kernels take.

@@ -162,7 +162,7 @@ REFUSED = [
         New(2, 2, 2, 5, 64, dtype="float32"),
         "DTypeError: cache: expected one of float16, bfloat16, float8_e4m3fn, int8, got float32.",
     ),
-    ("cache", New(2, 2, 2, 5, 72), "ShapeError: cache: expected head_dim one of (64, 80, 96, 128, 256), got "),
+    ("cache", New(2, 2, 2, 5, 72), "ShapeError: cache: expected head_dim one of (64, 80, 96, 128, 256, 512), got "),
     *[("q", New(*shape), Q) for shape in ((2, 3, 64), (2, 3, 3, 64), (2, 3, 34, 64), (2, 6, 4, 64), (2, 0, 4, 64))],
     ("q", New(3, 3, 4, 64), "ShapeError: q: expected shape (2, 3, 4, 64), got "),
     ("q", New(2, 3, 4, 80), "ShapeError: q: expected shape (2, 3, 4, 64), got "),

@@ -29,7 +29,7 @@ def probe():
     kernels = embed.kernels_of(ARCHITECTURES, embed.VARIANTS, _KV_DTYPES)
 
     def write(folder):
-        embed.write(kernels, [b""] * 3 * len(kernels), folder)
+        embed.write(kernels, [b""] * sum(len(one.sources) for one in kernels), folder)
         return [folder / "kernels.cpp", folder / "kernels.S"]
 
     names = ("launch_plan.cpp", "attention_kernels.cpp")

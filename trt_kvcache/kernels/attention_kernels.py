@@ -86,7 +86,8 @@ def attend(
     Parameters
     ----------
     q : DeviceTensor ``[B, s, num_heads, D]`` float16 or bfloat16
-        Before RoPE. The heads of a token are contiguous; slots and tokens may be strided (:func:`split_qkv`). D is 64, 80, 96, 128 or 256.
+        Before RoPE. The heads of a token are contiguous; slots and tokens may be strided (:func:`split_qkv`). D is 64, 80, 96, 128, 256
+        or 512.
     k, v : DeviceTensor ``[B, s, num_kv_heads, D]``
         Before RoPE; ``num_heads`` is 1 to 16 times ``num_kv_heads``.
     cache : DeviceTensor ``[B, 2, num_kv_heads, S, D]``
