@@ -39,6 +39,7 @@ class Case:
     kv_dtype: str | None = None  # None: dtype
     scales: str = "token"  # of a quantized cache; or "head"
     sinks: float | None = None  # what attention sinks are added to; None: there are none
+    shared: bool = False  # the new rows are in the cache already, and k and v are None
 
 
 def _apply_rope(row, angles):
@@ -147,15 +148,19 @@ def check(case, memory, stream, seed=0):
     arrays = inputs(case, seed)
     q, before, heads = arrays["q"], arrays["cache"], case.kv_heads * case.group
     expected, expected_cache, expected_scales = reference(case, **arrays)
+    if case.shared:
+        arrays |= {"k": None, "v": None, "cache": expected_cache}
+        arrays |= {} if expected_scales is None else {"kv_scales": expected_scales}
+        before = expected_cache
 
     def to_device(array):
         return memory.to_device(np.ascontiguousarray(array), stream=stream)
 
     cache, read_cache = _placed(before, case.layout, to_device)
-    tensors = {name: to_device(array) for name, array in arrays.items() if name != "cache"}
+    tensors = {name: array if array is None else to_device(array) for name, array in arrays.items() if name != "cache"}
     if expected_scales is not None and case.scales == "token":
         tensors["kv_scales"], read_scales = _placed(arrays["kv_scales"], case.layout, to_device)
-    if case.packed:
+    if case.packed and not case.shared:
         qkv = to_device(np.concatenate([arrays[name] for name in "qkv"], axis=2))
         tensors.update(zip("qkv", split_qkv(qkv, heads, case.kv_heads), strict=True))
     workspace = make_workspace(case, memory, stream)

@@ -23,7 +23,7 @@ from tests.kernels.attention import (
 from tests.simt.standin import needs_standin
 from tests.sweeps import each_once
 from trt_kvcache import DeviceTensor, HostMemory
-from trt_kvcache.errors import CudaError, KVCacheError
+from trt_kvcache.errors import CudaError, KVCacheError, ShapeError
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
 from trt_kvcache.kernels.attention_tiles import PREFILL_VARIANTS, prefill_variant
 from trt_kvcache.kernels.prefill_plan import plan_of
@@ -110,6 +110,25 @@ def test_quantized_prefill_variants(memory, stream, name, variant, monkeypatch):
     monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, variant))
     turn = list(PREFILL_CASES).index(name) + PREFILL_VARIANTS.index(variant)  # each variant has all kinds of caches
     check(quantized(PREFILL_CASES[name], *QUANTIZED[turn % len(QUANTIZED)]), memory, stream)
+
+
+ALL_CASES = [case for cases in (DECODE_CASES, FEW_CASES, PREFILL_CASES) for case in cases.items()]
+
+
+@pytest.mark.parametrize("number", range(len(ALL_CASES)), ids=[name for name, _ in ALL_CASES])
+def test_rows_that_an_earlier_layer_has_stored(memory, stream, number, monkeypatch):
+    monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
+    case = dataclasses.replace(ALL_CASES[number][1], shared=True)
+    kind = number % 6  # a third over a quantized cache, of each kind
+    check(quantized(case, *QUANTIZED[number % 4]) if kind in (2, 5) else case, memory, stream)
+
+
+@pytest.mark.parametrize("kv", [("k", None), (None, "v")])
+def test_only_one_of_k_and_v(memory, stream, kv):
+    given = {name: New(2, 3, 2, 64).on(memory) if name in kv else None for name in "kv"}
+    others = {name: tensor.on(memory) for name, tensor in FITTING.items() if name not in "kv"}
+    with raises(ShapeError, "k, v", expected="two tensors, or None for both", got="None"):
+        attend(**given, **others, stream=stream)
 
 
 @pytest.mark.slow

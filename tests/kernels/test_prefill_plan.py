@@ -18,7 +18,7 @@ def call():
         memory = SimpleNamespace(arch=arch, multiprocessor_count=132)
         q = SimpleNamespace(shape=(slots, width, kv_heads * group, head_dim), dtype="float16")
         cache = SimpleNamespace(shape=(slots, 2, kv_heads, tokens, head_dim), memory=memory)
-        return SimpleNamespace(q=q, group=group, cache=cache, kv_scales=kv_scales, memory=memory)
+        return SimpleNamespace(q=q, k="some", group=group, cache=cache, kv_scales=kv_scales, memory=memory)
 
     return make
 
