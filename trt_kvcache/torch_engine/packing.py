@@ -12,7 +12,7 @@ import torch
 from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
-from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
 from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_INPUTS,
@@ -53,9 +53,9 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
     if kind_of_values not in _KINDS or first.group_index is not None or first.input_factor is not None or inputs % INPUT_GRANULE:
         return None
     kind, added = _KINDS[kind_of_values]
-    scales = np.concatenate([part.scales_of_rows() for part in parts])
+    scales = _joined([part.scales_of_rows() for part in parts])
     shift = _group_shift(first.scales.block[1], scales.shape[1])
-    zero_points = _zero_points(parts, scales.shape, added)
+    zero_points = _zero_points(parts, scales.shape, added, MIDDLES[kind])
     if shift is None or not _can_hold(dtype, kind, scales, zero_points):
         return None
     whole: npt.NDArray[Any] | None = None
@@ -80,7 +80,7 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
         inputs=inputs,
         group_shift=shift,
         values=_packed_values(len(scales), inputs, kind, read, upload.device),
-        **_of_groups(scales, zero_points, kind, dtype, count_groups(inputs, shift), upload),
+        **_of_groups(scales, zero_points, kind, _scales_dtypes(first, dtype), count_groups(inputs, shift), upload),
     )
 
 
@@ -108,8 +108,7 @@ def rounded_weight(
 
     packed = _packed_values(outputs, inputs, kind, read, upload.device)
     of_host = scales.float().cpu().numpy()
-    zero_points = np.full(of_host.shape, added, np.float32)
-    if has_extremes or not _can_hold(dtype, kind, of_host, zero_points):
+    if has_extremes or not _can_hold(dtype, kind, of_host, None):
         return None
     return PackedWeight(
         dtype=getattr(torch, dtype),
@@ -119,7 +118,7 @@ def rounded_weight(
         inputs=inputs,
         group_shift=shift,
         values=packed,
-        **_of_groups(of_host, zero_points, kind, dtype, count_groups(inputs, shift), upload),
+        **_of_groups(of_host, None, kind, SCALE_DTYPES[dtype], count_groups(inputs, shift), upload),
     )
 
 
@@ -131,38 +130,55 @@ def _group_shift(width: int, groups: int) -> int | None:
     return None if rest or halves & (halves - 1) else halves.bit_length() - 1
 
 
-def _zero_points(parts: Sequence[QuantizedWeight], shape: tuple[int, ...], added: int) -> Float32:
-    """Return the zero point of each group of each row."""
+def _zero_points(parts: Sequence[QuantizedWeight], shape: tuple[int, ...], added: int, middle: int) -> Float32 | None:
+    """Return the zero point of each group of each row; None if all are the middle."""
     found = [part.zero_points_of_rows() for part in parts]
     stored = [one for one in found if one is not None]
-    zero_points: Float32 = np.concatenate(stored) if stored else np.zeros(shape, np.float32)
+    if not stored and added == middle:
+        return None
+    zero_points: Float32 = _joined(stored) if stored else np.zeros(shape, np.float32)
     zero_points += np.float32(added)
-    return zero_points
+    return zero_points if (zero_points != middle).any() else None
 
 
-def _can_hold(dtype: str, kind: str, scales: Float32, zero_points: Float32) -> bool:
+def _joined(of_parts: Sequence[Float32]) -> Float32:
+    return of_parts[0] if len(of_parts) == 1 else np.concatenate(of_parts)
+
+
+def _can_hold(dtype: str, kind: str, scales: Float32, zero_points: Float32 | None) -> bool:
     """Return True if ``dtype`` can hold all values with these scales and zero points."""
     low, high = _RANGES[kind]
-    largest = np.maximum(np.abs(low - zero_points), np.abs(high - zero_points)) * np.abs(scales)
+    if zero_points is None:
+        largest = max(MIDDLES[kind] - low, high - MIDDLES[kind]) * np.maximum(scales.max(initial=0), -scales.min(initial=0))
+    else:
+        largest = np.maximum(np.abs(low - zero_points), np.abs(high - zero_points)) * np.abs(scales)
     with np.errstate(over="ignore"):
-        return bool(np.isfinite(largest.astype(numpy_dtype(dtype)).astype(np.float32)).all())
+        return bool(np.isfinite(np.asarray(largest, np.float32).astype(numpy_dtype(dtype)).astype(np.float32)).all())
 
 
-def _of_groups(scales: Float32, zero_points: Float32, kind: str, dtype: str, groups: int, upload: Upload) -> dict[str, torch.Tensor | None]:
+def _of_groups(
+    scales: Float32, zero_points: Float32 | None, kind: str, dtypes: Sequence[str], groups: int, upload: Upload
+) -> dict[str, torch.Tensor | None]:
     """Return scales, and zero points if there are any, as the kernels take them; ``groups``: with those of padding."""
-    has_zero_points = bool((zero_points != MIDDLES[kind]).any())
     return {
-        "scales": pack_rows(upload(_stored_scales(scales, dtype)), groups),
-        "zero_points": pack_rows(upload(zero_points.astype(_DTYPES[kind])), groups) if has_zero_points else None,
+        "scales": pack_rows(upload(_stored_scales(scales, dtypes)), groups),
+        "zero_points": None if zero_points is None else pack_rows(upload(zero_points.astype(_DTYPES[kind])), groups),
     }
 
 
-def _stored_scales(scales: Float32, dtype: str) -> npt.NDArray[Any]:
-    """Return the scales in the first dtype of the kernels that holds all of them exactly."""
-    for name in SCALE_DTYPES[dtype]:
+def _scales_dtypes(weight: QuantizedWeight, dtype: str) -> Sequence[str]:
+    """Return the dtypes of scales to try: that of a file, if the kernels know it, at once."""
+    stored, scales = dtype_name(weight.scales.stored.dtype), weight.scales
+    is_known = stored in SCALE_DTYPES[dtype] and scales.factor == scales.divisor == 1
+    return (stored,) if is_known else SCALE_DTYPES[dtype]
+
+
+def _stored_scales(scales: Float32, dtypes: Sequence[str]) -> npt.NDArray[Any]:
+    """Return the scales in the first of these dtypes that holds all of them exactly."""
+    for name in dtypes:
         with np.errstate(over="ignore"):
             stored = scales.astype(numpy_dtype(name))
-        if np.array_equal(stored.astype(np.float32), scales):
+        if len(dtypes) == 1 or np.array_equal(stored.astype(np.float32), scales):
             return stored
     return scales
 
