@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
 from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_OUTPUTS,
     HALF_INPUTS,
@@ -72,14 +73,17 @@ class PackedWeight:
     def dequantized(self) -> torch.Tensor:
         """Return the matrix by operations of torch, bit for bit as the kernels compute it."""
         values = self.values.view(len(self.values), -1, *STORED_SHAPES[self.kind])
-        if self.kind == "int4":
-            values = torch.stack((values & 15, values >> 4), dim=-1)
-        else:
+        if self.kind == "int8":
             values = values.view(torch.int8)
+        else:
+            values = torch.stack((values & 15, values >> 4), dim=-1)
         values = values.permute(TO_ROWS[self.kind]).reshape(len(self.values) * FRAGMENT_OUTPUTS, -1)[: self.outputs, : self.inputs]
-        group = torch.arange(self.inputs, device=values.device) // HALF_INPUTS >> self.group_shift
+        group, scales = torch.arange(self.inputs, device=values.device) // HALF_INPUTS >> self.group_shift, self._of_rows(self.scales)
+        if self.kind == "e2m1":
+            table = torch.tensor(E2M1_VALUES.tolist(), device=values.device)
+            return (table[values.int()] * scales.view(torch.float8_e8m0fnu).float()[:, group]).to(self.dtype)
         zero_points = MIDDLES[self.kind] if self.zero_points is None else self._of_rows(self.zero_points).float()[:, group]
-        return ((values.float() - zero_points) * self._of_rows(self.scales).float()[:, group]).to(self.dtype)
+        return ((values.float() - zero_points) * scales.float()[:, group]).to(self.dtype)
 
     def _of_rows(self, of_tiles: torch.Tensor) -> torch.Tensor:
         """Return scales or zero points ``[outputs, groups]``."""

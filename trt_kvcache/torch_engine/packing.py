@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -28,10 +29,10 @@ from trt_kvcache.kernels.packed_layout import (
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 
 #: By kind of quantized value: packed kind, and what is added to values and zero points.
-_KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128)}
+_KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128), "e2m1": ("e2m1", 0)}
 
-_RANGES = {"int4": (0, 15), "int8": (-128, 127)}
-_DTYPES: dict[str, Any] = {"int4": np.uint8, "int8": np.int8}
+_RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6)}
+_DTYPES: dict[str, Any] = {"int4": np.uint8, "int8": np.int8, "e2m1": np.uint8}
 
 #: Values that are unpacked at a time: few enough for the cache of a CPU core.
 _CHUNK = 1 << 18
@@ -63,13 +64,13 @@ def packed_arrays(parts: Sequence[QuantizedWeight], dtype: str) -> PackedArrays 
         return None
     kind, added = _KINDS[kind_of_values]
     scales = np.concatenate([part.scales_of_rows() for part in parts])
-    shift = _group_shift(first.scales.block[1], scales.shape[1])
-    if shift is None:
+    shift, stored_scales = _group_shift(first.scales.block[1], scales.shape[1]), _stored_scales(scales, kind, dtype)
+    if shift is None or stored_scales is None:
         return None
     zero_points = _zero_points(parts, scales.shape, added)
     low, high = _RANGES[kind]
-    largest = np.maximum(np.abs(low - zero_points), np.abs(high - zero_points)) * np.abs(scales)
     with np.errstate(over="ignore"):
+        largest = np.maximum(np.abs(low - zero_points), np.abs(high - zero_points)) * np.abs(scales)
         if not np.isfinite(largest.astype(numpy_dtype(dtype)).astype(np.float32)).all():
             return None
     groups = count_groups(inputs, shift)
@@ -80,7 +81,7 @@ def packed_arrays(parts: Sequence[QuantizedWeight], dtype: str) -> PackedArrays 
         inputs=inputs,
         group_shift=shift,
         values=_packed_values(parts, kind, added),
-        scales=pack_rows(_stored_scales(scales, dtype), groups),
+        scales=pack_rows(stored_scales, groups),
         zero_points=pack_rows(zero_points.astype(_DTYPES[kind]), groups) if has_zero_points else None,
     )
 
@@ -102,8 +103,11 @@ def _zero_points(parts: Sequence[QuantizedWeight], shape: tuple[int, ...], added
     return zero_points
 
 
-def _stored_scales(scales: Float32, dtype: str) -> npt.NDArray[Any]:
-    """Return the scales in the first dtype of the kernels that holds all of them exactly."""
+def _stored_scales(scales: Float32, kind: str, dtype: str) -> npt.NDArray[Any] | None:
+    """Return the scales in the first dtype of the kernels that holds all of them exactly, or None if none does."""
+    if kind == "e2m1":
+        exponents = scales.astype(ml_dtypes.float8_e8m0fnu)
+        return exponents.view(np.uint8) if np.array_equal(exponents.astype(np.float32), scales) else None
     for name in SCALE_DTYPES[dtype]:
         with np.errstate(over="ignore"):
             stored = scales.astype(numpy_dtype(name))
