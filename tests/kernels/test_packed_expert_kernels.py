@@ -75,8 +75,8 @@ class PackedProblem(Problem):
         experts, outputs, inputs = self.weight.shape
         groups = self.scales.shape[2]
 
-        def stack(packed, after):
-            whole = np.concatenate([*packed, np.full_like(packed[0], after)])
+        def stack(packed, after=None):
+            whole = np.concatenate([*packed, *([] if after is None else [np.full_like(packed[0], after)])])
             tensor = self.memory.to_device(whole, stream=self.stream)
             return DeviceTensor(tensor.allocation, shape=(experts * count_tiles(outputs), *whole.shape[1:]), dtype=tensor.dtype)
 
@@ -85,9 +85,9 @@ class PackedProblem(Problem):
             outputs=outputs,
             inputs=inputs,
             group_shift=self.shift,
-            values=stack([pack_values(one, self.kind) for one in self.values], 255),
+            values=stack([pack_values(one, self.kind) for one in self.values]),
             scales=stack([pack_rows(one, groups) for one in self.scales], self.nan),
-            zero_points=None if self.zeros is None else stack([pack_rows(one, groups) for one in self.zeros], 0),
+            zero_points=None if self.zeros is None else stack([pack_rows(one, groups) for one in self.zeros]),
         )
 
 

@@ -316,13 +316,14 @@ def test_layers_with_states_and_packed_weights_agree_with_the_reference_engine(m
     assert calls["packed_linear"] > 0
 
 
-def packed_expert_sessions(memory, checkpoint, dtype):
+def packed_expert_sessions(memory, checkpoint, dtype, *, is_packed=True):
     """A session on the torch engine with packed experts, and one on the reference engine, which dequantizes them."""
     host = HostMemory()
     config = decoder_cache_config(checkpoint.config, **SIZES, dtype=dtype, attention="plugin")
     options = {"kv": config, "max_prefill_length": 7, "attention": "plugin"}
     ours, reference = TorchEngine.open(checkpoint, **options, memory=memory), ReferenceEngine(checkpoint, **options, memory=host)
-    assert all(block.part.experts.is_packed for block in ours._weights.blocks if isinstance(block.part, RoutedMlp))
+    routed = [block.part for block in ours._weights.blocks if isinstance(block.part, RoutedMlp)]
+    assert {part.experts.is_packed for part in routed} == {is_packed}
     return InferenceSession(ours, make_cache(config, memory=memory)), InferenceSession(reference, make_cache(config, memory=host))
 
 
@@ -341,11 +342,15 @@ def test_experts_in_mxfp4_agree_with_the_reference_engine(memory, calls, dtype):
     ("name", "changes", "launched"),
     [
         ("qwen3_moe", {"moe_intermediate_size": 32}, "expert_up silu_mul"),
-        ("nemotron_h-latent", {"moe_intermediate_size": 40, "mamba_head_dim": 64, "ssm_state_size": 128}, "expert_up relu2"),
+        (
+            "nemotron_h-latent",
+            {"moe_intermediate_size": 48, "moe_latent_size": 32, "mamba_head_dim": 64, "ssm_state_size": 128},
+            "expert_up relu2",
+        ),
     ],
 )
 def test_rounded_experts_agree_with_the_reference_engine(memory, calls, name, changes, launched, scheme):
-    checkpoint = RandomCheckpoint(changed_model(name, **changes, hidden_size=64, head_dim=64), scheme)
+    checkpoint = RandomCheckpoint(changed_model(name, **changes, hidden_size=64, head_dim=80), scheme)
     session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
     with session, reference:
         check_agreement(session, reference, TOLERANCES["bfloat16"])
@@ -367,9 +372,13 @@ def test_packed_experts_of_many_rows_are_dequantized_one_at_a_time(memory, calls
 
 
 def test_experts_of_no_whole_tiles_are_dequantized_when_they_are_read(memory, calls):
-    checkpoint = RandomCheckpoint(changed_model("qwen3_moe", head_dim=64), "int4")
-    with pytest.raises(AssertionError):
-        packed_expert_sessions(memory, checkpoint, "bfloat16")
+    """24 rows of gate, then 24 of up."""
+    checkpoint = RandomCheckpoint(changed_model("qwen3_moe", head_dim=80), "int4")
+    session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16", is_packed=False)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["expert_up silu_mul"] > 0
+    assert calls["packed_linear"] > 0
 
 
 def check_agreement(session, reference, tolerance):
