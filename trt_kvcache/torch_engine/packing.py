@@ -151,12 +151,14 @@ def _joined(of_parts: Sequence[Float32]) -> Float32:
 def _can_hold(dtype: str, kind: str, scales: Float32, zero_points: Float32 | None) -> bool:
     """Return True if ``dtype`` can hold all values with these scales and zero points."""
     low, high = _RANGES[kind]
-    if zero_points is None:
-        largest = max(MIDDLES[kind] - low, high - MIDDLES[kind]) * np.maximum(scales.max(initial=0), -scales.min(initial=0))
-    else:
-        largest = np.maximum(np.abs(low - zero_points), np.abs(high - zero_points)) * np.abs(scales)
     with np.errstate(over="ignore"):
-        return bool(np.isfinite(np.asarray(largest, np.float32).astype(numpy_dtype(dtype)).astype(np.float32)).all())
+        if zero_points is None:
+            largest = np.asarray(
+                max(MIDDLES[kind] - low, high - MIDDLES[kind]) * max(scales.max(initial=0), -scales.min(initial=0)), np.float32
+            )
+        else:
+            largest = np.maximum(np.abs(low - zero_points), np.abs(high - zero_points)) * np.abs(scales)
+        return bool(np.isfinite(largest.astype(numpy_dtype(dtype)).astype(np.float32)).all())
 
 
 def _of_groups(
