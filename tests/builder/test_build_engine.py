@@ -619,7 +619,7 @@ def test_plugin_attention_of_other_families_is_built_in_segments(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({}, {}, "head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 24."),
+        ({}, {}, "head_dim: expected one of 64, 80, 96, 128, 256, 512 for plugin attention, got 24."),
         ({"head_dim": 64}, {"dtype": "float32"}, "dtype: expected one of float16, bfloat16 for plugin attention, got float32."),
         ({"head_dim": 64}, {"compute_capabilities": ["8.6", "7.5"]}, "compute_capabilities: expected 8.0 or more for plugin "),
     ],
