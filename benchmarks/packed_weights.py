@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS, HALF_INPUTS, ONE_GROUP, count_groups
+from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, HALF_INPUTS, ONE_GROUP, count_groups
+from trt_kvcache.torch_engine.packed_places import pack_rows, pack_values
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 
@@ -59,24 +60,7 @@ def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedWeight:
         outputs=outputs,
         inputs=inputs,
         group_shift=shift,
-        values=_packed((values + middle).to(dtype)[:, : inputs + -inputs % FRAGMENT_INPUTS], scheme.kind),
-        scales=_of_tiles(scales[:, :count]),
-        zero_points=_of_tiles((zeros + middle).to(dtype)[:, :count]) if scheme.has_zero_points else None,
+        values=pack_values((values + middle).to(dtype)[:, :inputs], scheme.kind),
+        scales=pack_rows(scales[:, :count, 0], count),
+        zero_points=pack_rows((zeros + middle).to(dtype)[:, :count, 0], count) if scheme.has_zero_points else None,
     )
-
-
-def _packed(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return values in the layout of ``trt_kvcache/kernels/packed_layout.py``."""
-    tiles, fragments = len(values) // FRAGMENT_OUTPUTS, values.shape[1] // FRAGMENT_INPUTS
-    if kind == "int8":
-        stored = values.contiguous().view(torch.uint8).view(tiles, 2, 8, fragments, 2, 4, 8).permute(0, 3, 4, 2, 5, 1, 6)
-    else:
-        split = values.contiguous().view(tiles, 2, 8, fragments, 2, 4, 2, 2, 2)
-        stored = (split[..., 0, :] | split[..., 1, :] << 4).permute(0, 3, 2, 5, 1, 4, 7, 6)
-    return stored.reshape(tiles, -1)
-
-
-def _of_tiles(of_groups: torch.Tensor) -> torch.Tensor:
-    """Return scales or zero points ``[outputs, groups, 1]`` in the same layout."""
-    tiles = len(of_groups) // FRAGMENT_OUTPUTS
-    return of_groups.reshape(tiles, 2, 8, -1).permute(0, 3, 2, 1).contiguous()

@@ -8,12 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.kernels.packed_arrays import pack_rows, pack_values
 from tests.kernels.test_expert_kernels import BIAS, CLAMPED, DTYPES, Problem, check_down, check_up
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.expert_kernels import GATED_EPILOGUES, MAX_EXPERT_PAIRS, MAX_EXPERT_ROWS, PLAIN_EPILOGUES
 from trt_kvcache.kernels.linear_tiles import expert_plan
-from trt_kvcache.kernels.packed_layout import MIDDLES, ONE_GROUP, count_groups, count_tiles, pack_rows, pack_values
+from trt_kvcache.kernels.packed_layout import MIDDLES, ONE_GROUP, count_groups, count_tiles
 from trt_kvcache.kernels.packed_linear_kernels import PackedTensors, packed_dequantize_kernel
 from trt_kvcache.memory.tensor import DeviceTensor
 

@@ -6,14 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.kernels.packed_arrays import pack_rows, pack_values
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.packed_layout import (
     MIDDLES,
     ONE_GROUP,
     count_groups,
-    pack_rows,
-    pack_values,
     unpack_rows,
     unpack_values,
 )

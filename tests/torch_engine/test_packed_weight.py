@@ -24,9 +24,10 @@ from trt_kvcache.checkpoint.quantized.gptq import GPTQ  # noqa: E402
 from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
 from trt_kvcache.checkpoint.quantized.mxfp4 import MXFP4  # noqa: E402
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
+from trt_kvcache.dtypes import numpy_dtype  # noqa: E402
+from trt_kvcache.torch_engine import packing  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import stack_of  # noqa: E402
-from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined  # noqa: E402
-from trt_kvcache.torch_engine.packing import packed_arrays  # noqa: E402
+from trt_kvcache.torch_engine.packed_weight import joined  # noqa: E402
 from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
 
 SHAPE = (48, 256)
@@ -100,10 +101,14 @@ PACKED = {
 }
 
 
+def packed_parts(parts, dtype):
+    return packing.packed_weight(parts, dtype, Upload(CPU), HostMemory())
+
+
 def packed_weight(weight, dtype):
-    arrays = packed_arrays([weight], dtype)
-    assert arrays is not None
-    return PackedWeight.of(arrays, dtype, Upload(CPU), HostMemory())
+    packed = packed_parts([weight], dtype)
+    assert packed is not None
+    return packed
 
 
 def bits_of(array):
@@ -151,34 +156,34 @@ NOT_PACKED = {
 
 @pytest.mark.parametrize("case", NOT_PACKED)
 def test_other_formats_are_not_packed(case):
-    assert packed_arrays([NOT_PACKED[case]()], "float16") is None
+    assert packed_parts([NOT_PACKED[case]()], "float16") is None
 
 
 def test_scales_of_fp4_that_are_no_powers_of_two_are_not_packed():
     weight = PACKED["mxfp4"][0]()
     scales = replace(weight.scales, stored=weight.scales.stored.astype(np.float32) * 1.5)
-    assert packed_arrays([replace(weight, scales=scales)], "bfloat16") is None
+    assert packed_parts([replace(weight, scales=scales)], "bfloat16") is None
 
 
 def test_scales_of_fp4_that_the_dtype_cannot_hold_are_not_packed():
     weight = PACKED["mxfp4"][0]()
     largest = replace(weight, scales=replace(weight.scales, stored=np.full((48, 8), 254, np.uint8).view(ml_dtypes.float8_e8m0fnu)))
-    assert packed_arrays([largest], "bfloat16") is None
+    assert packed_parts([largest], "bfloat16") is None
     many = replace(weight, scales=replace(weight.scales, stored=np.full((48, 8), 127 + 14, np.uint8).view(ml_dtypes.float8_e8m0fnu)))
-    assert packed_arrays([many], "float16") is None
+    assert packed_parts([many], "float16") is None
     check_values(packed_weight(many, "bfloat16"), many.dequantized("bfloat16"))
 
 
 def test_values_that_the_dtype_cannot_hold_are_not_packed():
     weight = rounded_to_nearest(matrix() * 2e6, "int8", "float32")
-    assert packed_arrays([weight], "float16") is None
+    assert packed_parts([weight], "float16") is None
     check_values(packed_weight(weight, "bfloat16"), weight.dequantized("bfloat16"))
 
 
 def test_a_scale_that_is_not_finite_is_not_packed():
     weight = rounded_to_nearest(matrix(), "int8", "float16")
     weight.scales.stored[3, 0] = np.nan
-    assert packed_arrays([weight], "float16") is None
+    assert packed_parts([weight], "float16") is None
 
 
 @pytest.mark.parametrize(
@@ -209,16 +214,14 @@ def test_scales_too_small_for_float16_stay_in_float32():
 def test_rows_of_a_fused_tensor(case):
     weight = PACKED[case][0]()
     parts = [slice(8, 24), slice(32, 48)]
-    arrays = packed_arrays([weight.rows(some) for some in parts], "float16")
     expected = np.concatenate([weight.dequantized("float16")[some] for some in parts])
-    check_values(PackedWeight.of(arrays, "float16", Upload(CPU), HostMemory()), expected)
+    check_values(packed_parts([weight.rows(some) for some in parts], "float16"), expected)
 
 
 @pytest.mark.parametrize("case", ["gptq", "Q8_0", "rounded int4", "awq"])
 def test_rows_in_another_order(case):
     weight, order = PACKED[case][0](), [17, 3, 40, 41, 2, 0, 39, 18, 1]
-    arrays = packed_arrays([weight.rows(order)], "float16")
-    check_values(PackedWeight.of(arrays, "float16", Upload(CPU), HostMemory()), weight.dequantized("float16")[order])
+    check_values(packed_weight(weight.rows(order), "float16"), weight.dequantized("float16")[order])
 
 
 class TestJoined:
@@ -288,6 +291,53 @@ class TestStack:
 
 def test_many_rows_are_packed_in_parts(monkeypatch):
     weight = rounded_to_nearest(matrix((88, 256)), "int4", "float16")
-    expected = packed_arrays([weight], "float16").values
-    monkeypatch.setattr("trt_kvcache.torch_engine.packing._CHUNK", 20 * 256)
-    np.testing.assert_array_equal(packed_arrays([weight], "float16").values, expected)
+    expected = packed_weight(weight, "float16").values
+    monkeypatch.setattr(packing, "_ON_DEVICE", 40 * 256)
+    monkeypatch.setattr(packing, "_OF_A_THREAD", 5 * 256)
+    assert torch.equal(packed_weight(weight, "float16").values, expected)
+
+
+class TestRoundedOnTheDevice:
+    def check(self, values, scheme, dtype, scales, device=CPU):
+        """The weight is that of ``rounded_to_nearest``, bit by bit."""
+        found = packing.rounded_weight(values, scheme, scales, dtype, Upload(device), HostMemory())
+        expected = packed_weight(rounded_to_nearest(values, scheme, scales), dtype)
+        assert (found.kind, found.group_shift, found.outputs, found.inputs) == (
+            *(expected.kind, expected.group_shift, expected.outputs, expected.inputs),
+        )
+        assert torch.equal(found.values.cpu(), expected.values)
+        assert found.scales.dtype == expected.scales.dtype
+        assert torch.equal(found.scales.cpu(), expected.scales)
+        assert found.zero_points is None
+        assert expected.zero_points is None
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    @pytest.mark.parametrize("scheme", ["int8", "int4", "int4:128"])
+    @pytest.mark.parametrize("shape", [(48, 256), (40, 200), (3, 8)])
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+    def test_weights_are_those_of_the_host(self, monkeypatch, device, scheme, shape, dtype):
+        monkeypatch.setattr(packing, "_ON_DEVICE", 17 * shape[1])
+        for seed in range(5):
+            values = np.random.default_rng(seed).normal(0, 0.02, shape).astype(np.float32)
+            values[0] = 0
+            self.check(values.astype(numpy_dtype(dtype)), scheme, dtype, dtype, torch.device(device))
+            self.check(values, scheme, dtype, "float32", torch.device(device))
+
+    def test_ties(self):
+        """Groups for which several divisors have the same error, and values halfway between two integers."""
+        values = np.random.default_rng(0).integers(-16, 17, (64, 256)).astype(np.float32) / 2
+        for scheme in ("int8", "int4"):
+            self.check(values.astype(np.float16), scheme, "float16", "float16")
+
+    @pytest.mark.parametrize("extreme", [6e-8, 6e4, np.inf, np.nan])
+    def test_a_group_near_an_end_of_the_dtype_is_left_to_the_host(self, extreme):
+        values = np.random.default_rng(0).normal(size=(48, 256)).astype(np.float16)
+        values[17, 32:64] = 0
+        values[17, 40] = extreme
+        assert packing.rounded_weight(values, "int4", "float16", "float16", Upload(CPU), HostMemory()) is None
+
+    def test_what_the_kernels_do_not_know_is_left_to_the_host(self):
+        values = np.random.default_rng(0).normal(size=(16, 36)).astype(np.float16)
+        assert packing.rounded_weight(values, "int8", "float16", "float16", Upload(CPU), HostMemory()) is None
+        large = np.full((16, 64), 1e5, np.float32)
+        assert packing.rounded_weight(large, "int8", "float32", "float16", Upload(CPU), HostMemory()) is None

@@ -272,6 +272,29 @@ class Checkpoint:
         files = self._open_files()
         return self._quantized[name].read(ChainMap(self._merged, dict(files))) if name in self._quantized else None
 
+    def unrounded(self, name: str) -> tuple[npt.NDArray[Any], str, str] | None:
+        """Return the values of a weight that ``quantize`` rounds when it is read, so that a device can round them.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Returns
+        -------
+        tuple or None
+            Values ``[out, in]``, over the memory of the files; scheme; dtype of the scales. None for a weight that is not rounded.
+
+        Raises
+        ------
+        ClosedError
+            The checkpoint is closed.
+        """
+        files, rounded = self._open_files(), self._quantized.get(name)
+        if not isinstance(rounded, RoundedWeight):
+            return None
+        return rounded.unrounded(ChainMap(self._merged, dict(files))), rounded.quantized.scheme, rounded.quantized.dtype
+
     def kv_scales(self) -> tuple[LayerScales, ...]:
         """Return the static scales of K and V: real value = stored value * scale.
 

@@ -51,36 +51,8 @@ def count_groups(inputs: int, group_shift: int) -> int:
     return -(-halves >> group_shift)
 
 
-def pack_values(values: Array, kind: str) -> npt.NDArray[np.uint8]:
-    """Return quantized values ``[outputs, inputs]`` (int4: 0 to 15; int8; bits of e2m1) as bytes ``[tiles, fragments * bytes]``."""
-    outputs, inputs = values.shape
-    tiles, fragments = count_tiles(outputs), -(-inputs // FRAGMENT_INPUTS)
-    whole = values.view(np.uint8)
-    if values.shape != (tiles * FRAGMENT_OUTPUTS, fragments * FRAGMENT_INPUTS):
-        whole = np.zeros((tiles * FRAGMENT_OUTPUTS, fragments * FRAGMENT_INPUTS), np.uint8)
-        whole[:outputs, :inputs] = values.view(np.uint8)
-    # The eight inputs of a lane are one integer: loops over its bytes would take several times as long.
-    of_lanes = np.ascontiguousarray(whole).view("<u8").reshape(tiles, 2, 8, fragments, 2, 4)
-    if kind == "int8":
-        stored = of_lanes.transpose(0, 3, 4, 2, 5, 1)
-    else:
-        stored = _nibbles(of_lanes).transpose(0, 3, 2, 5, 1, 4)
-    return np.ascontiguousarray(stored).view(np.uint8).reshape(tiles, fragments * FRAGMENT_NBYTES[kind])
-
-
-def _nibbles(of_lanes: Array) -> Array:
-    """Return eight values of a byte each as the four bytes ``0 | 2 << 4, 4 | 6 << 4, 1 | 3 << 4, 5 | 7 << 4``."""
-    pairs = (of_lanes >> np.uint64(12) | of_lanes) & np.uint64(0x0000FFFF0000FFFF)  # 0 and 2, 1 and 3; 4 and 6, 5 and 7
-    found: Array = (pairs >> np.uint64(16) | pairs).astype("<u4")
-    outer: Array = found & np.uint32(0xFF0000FF)
-    inner = found & np.uint32(0x00FFFF00)
-    outer |= inner >> np.uint32(8) & np.uint32(0xFF00)
-    outer |= inner << np.uint32(8) & np.uint32(0xFF0000)
-    return outer
-
-
 def unpack_values(packed: Array, kind: str, shape: tuple[int, int]) -> Array:
-    """Return the quantized values ``[outputs, inputs]`` of :func:`pack_values`, as uint8, int8 or e2m1."""
+    """Return the quantized values ``[outputs, inputs]`` of packed bytes, as uint8, int8 or e2m1."""
     stored = packed.reshape(len(packed), packed.shape[1] // FRAGMENT_NBYTES[kind], *STORED_SHAPES[kind])
     if kind != "int8":
         stored = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)
@@ -89,15 +61,7 @@ def unpack_values(packed: Array, kind: str, shape: tuple[int, int]) -> Array:
     return values
 
 
-def pack_rows(of_rows: Array, groups: int) -> Array:
-    """Return scales or zero points ``[outputs, groups]`` as ``[tiles, groups, 8, 2]``; ``groups``: with those of padding."""
-    tiles = count_tiles(len(of_rows))
-    whole = np.zeros((tiles * FRAGMENT_OUTPUTS, groups), of_rows.dtype)
-    whole[: len(of_rows), : of_rows.shape[1]] = of_rows
-    return np.ascontiguousarray(whole.reshape(tiles, 2, 8, groups).transpose(0, 3, 2, 1))
-
-
 def unpack_rows(packed: Array, outputs: int) -> Array:
-    """Return scales or zero points ``[outputs, groups]`` of :func:`pack_rows`."""
+    """Return scales or zero points ``[outputs, groups]`` of tiles."""
     rows: Array = packed.transpose(0, 3, 2, 1).reshape(len(packed) * FRAGMENT_OUTPUTS, packed.shape[1])[:outputs]
     return rows

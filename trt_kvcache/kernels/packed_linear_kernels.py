@@ -20,12 +20,10 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensors:
-    """A matrix ``[outputs, inputs]`` in the layout of ``packed_layout.py``: ``(quantized value - zero point) * scale``, rounded once.
+    """A matrix ``[outputs, inputs]``: ``(quantized value - zero point) * scale``, rounded once. Inputs are a multiple of 8."""
 
-    A multiple of 8 inputs. Or a stack of such matrices, whose tiles follow each other: see ``expert_kernels.py``. On a GPU weights are read
-    before earlier launches on the stream have ended: none of them may still write them.
-    """
-
+    # The layout is that of ``packed_layout.py``; of a stack of matrices the tiles follow each other, see ``expert_kernels.py``.
+    # On a GPU weights are read before earlier launches on the stream have ended: none of them may still write them.
     kind: str  # "int4", "int8", or "e2m1" with scales e8m0
     outputs: int
     inputs: int

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from trt_kvcache.kernels.attention_tiles import (
+    DECODE_HEAD_DIMS,
     ELEMENT_TYPES,
     HEAD_DIMS,
     STORED_TYPES,
@@ -45,12 +46,16 @@ _ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
 _SCALE_TYPES = {**_ELEMENT_TYPES, EXPONENTS: "E8m0"}
 
 
+def head_dims_of(source: str) -> tuple[int, ...]:
+    """Return the head dims that an attention source is compiled for."""
+    return HEAD_DIMS if source == "attention_prefill" else DECODE_HEAD_DIMS
+
+
 def variant_names(source: str) -> list[str]:
     """Return the names of all variants of a source."""
     if source in TILES:
-        return [
-            variant_name(source, dtype, dim, kv_dtype) for kv_dtype in (None, *STORED_TYPES) for dtype in ELEMENT_TYPES for dim in HEAD_DIMS
-        ]
+        kinds = [(dtype, kv_dtype) for kv_dtype in (None, *STORED_TYPES) for dtype in ELEMENT_TYPES]
+        return [variant_name(source, dtype, dim, kv_dtype) for dtype, kv_dtype in kinds for dim in head_dims_of(source)]
     if source in RECURRENT_SOURCES:
         return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
     if source == LINEAR_SOURCE:

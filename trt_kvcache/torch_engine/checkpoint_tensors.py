@@ -15,7 +15,7 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.weight_parts import expert_tensors
 from trt_kvcache.torch_engine.kernel_variants import packed_variants
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
-from trt_kvcache.torch_engine.packing import packed_arrays
+from trt_kvcache.torch_engine.packing import packed_weight, rounded_weight
 from trt_kvcache.torch_engine.upload import Upload
 
 
@@ -44,13 +44,23 @@ class CheckpointTensors:
 
     def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""
+        packed = self._rounded_weight(name, rows) or self._packed_weight(name, rows)
+        if packed is None:
+            return None
+        self._rounded.count(name)
+        compile_ahead(packed_variants(packed, self._dtype, of_expert=name in self._experts), self._memory.arch)  # type: ignore[attr-defined]  # a GPU
+        return packed
+
+    def _rounded_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
+        unrounded = self._checkpoint.unrounded(name)
+        if unrounded is None:
+            return None
+        values, scheme, scales_dtype = unrounded
+        chosen = values[rows[0]] if len(rows) == 1 else np.concatenate([values[some] for some in rows])
+        return rounded_weight(chosen, scheme, scales_dtype, self._dtype, self._upload, self._memory)
+
+    def _packed_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
         if self._last[0] != name:
             self._last = name, self._checkpoint.quantized_weight(name)  # which may round all of it
         weight = self._last[1]
-        arrays = None if weight is None else packed_arrays([weight.rows(some) for some in rows], self._dtype)
-        if arrays is None:
-            return None
-        self._rounded.count(name)
-        packed = PackedWeight.of(arrays, self._dtype, self._upload, self._memory)
-        compile_ahead(packed_variants(packed, self._dtype, of_expert=name in self._experts), self._memory.arch)  # type: ignore[attr-defined]  # a GPU
-        return packed
+        return None if weight is None else packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)

@@ -12,6 +12,7 @@ from trt_kvcache.kernels.source_variants import (
     PACKED_EXPERT_SOURCE,
     PACKED_LINEAR_SOURCE,
     TILES,
+    head_dims_of,
     packed_variant_name,
     variant_name,
 )
@@ -26,7 +27,9 @@ def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> It
     head_dims = sorted({mixer.head_dim for mixer in model.attention_layers} & set(HEAD_DIMS))
     yield from (variant_name("attention_prefill", dtype, head_dim, kv_dtype) for head_dim in head_dims)
     yield "sampling_choose"
-    yield from (variant_name(source, dtype, head_dim, kv_dtype) for source in TILES for head_dim in head_dims)
+    yield from (
+        variant_name(source, dtype, head_dim, kv_dtype) for source in TILES for head_dim in head_dims if head_dim in head_dims_of(source)
+    )
     yield variant_name(LINEAR_SOURCE, dtype, ROW_COUNTS[0])
     if any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers):
         yield variant_name(EXPERT_SOURCE, dtype, TILE_ROWS)
