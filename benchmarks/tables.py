@@ -519,8 +519,10 @@ def _experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in of_table(content["rows"]):
         if row["launch"] != "both":
             continue
-        what = f"chosen experts of a layer of {row['model']}, {row['rows']} row(s): share of the copy bandwidth; time of torch / time"
-        value = f"{row['of_copy']['ours']:.2f}; {row['us']['torch'] / row['us']['engine']:.1f}"
+        what = f"chosen experts of a layer of {row['model']} in {row['format']}, {row['rows']} row(s): share of the copy bandwidth"
+        value = f"{row['of_copy']['ours']:.2f}"
+        if "torch" in row["us"]:
+            what, value = f"{what}; time of torch / time", f"{value}; {row['us']['torch'] / row['us']['engine']:.1f}"
         yield what, value, f"at least {content['limits']['of_copy']}" if row["mb"] >= content["limits"]["mb"] else ""
 
 

@@ -299,11 +299,25 @@ def test_the_tables_of_experts(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     to_table, tables = importlib.import_module("environment").to_table, importlib.import_module("tables")
     experts = [
-        {"model": "a", "launch": launch, "rows": 1, "mb": mb, "of_copy": {"ours": 0.875}, "us": {"ours": 3.0, "engine": 4.0, "torch": 10.0}}
-        for launch, mb in (("up", 40), ("both", 40), ("both", 20))
+        {
+            "model": "a",
+            "format": stored,
+            "launch": launch,
+            "rows": 1,
+            "mb": mb,
+            "of_copy": {"ours": 0.875},
+            "us": {"ours": 3.0, "engine": 4.0, **torch},
+        }
+        for launch, stored, mb, torch in (
+            ("up", "bfloat16", 40, {"torch": 10.0}),
+            ("both", "bfloat16", 40, {"torch": 10.0}),
+            ("both", "bfloat16", 20, {"torch": 10.0}),
+            ("both", "MXFP4", 40, {}),
+        )
     ]
     rows = [*tables._experts({"limits": {"of_copy": 0.8, "mb": 32}, "rows": to_table(experts)})]
-    assert [(value, limit) for _, value, limit in rows] == [("0.88; 2.5", "at least 0.8"), ("0.88; 2.5", "")]
+    assert [(value, limit) for _, value, limit in rows] == [("0.88; 2.5", "at least 0.8"), ("0.88; 2.5", ""), ("0.88", "at least 0.8")]
+    assert [what for what, _, _ in rows][-1] == "chosen experts of a layer of a in MXFP4, 1 row(s): share of the copy bandwidth"
 
 
 def compare_kernels(monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,9 +22,11 @@ from trt_kvcache.checkpoint.quantized.fp8_blocks import FP8Blocks  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gptq import GPTQ  # noqa: E402
 from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
+from trt_kvcache.checkpoint.quantized.mxfp4 import MXFP4  # noqa: E402
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
 from trt_kvcache.dtypes import numpy_dtype  # noqa: E402
 from trt_kvcache.torch_engine import packing  # noqa: E402
+from trt_kvcache.torch_engine.packed_stack import stack_of  # noqa: E402
 from trt_kvcache.torch_engine.packed_weight import joined  # noqa: E402
 from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
 
@@ -51,6 +56,10 @@ def gptq(**options):
     bits, group = options.get("bits", 4), options.get("group_size", 32)
     config = {**made.GPTQ_CONFIG, "bits": bits, "group_size": group, "desc_act": options.get("order", False)}
     return of(made.gptq(**{"group_size": group, **options}), GPTQ({**config, "checkpoint_format": "gptq"}))
+
+
+def compressed_mxfp4():
+    return of(made.mxfp4(("weight_packed", "weight_scale"), blocks=False), CompressedTensors(made.CT_MXFP4))
 
 
 def compressed(bits, group_size, config, **options):
@@ -83,6 +92,8 @@ PACKED = {
     "modelopt": (lambda: modelopt(factors=False), "int4", False),
     "Q4_0": (lambda: gguf(4), "int4", False),
     "Q8_0": (lambda: gguf(8), "int8", False),
+    "mxfp4": (lambda: of(made.mxfp4(("weight_blocks", "weight_scales"), blocks=True), MXFP4({})), "e2m1", False),
+    "compressed mxfp4": (compressed_mxfp4, "e2m1", False),
     "rounded int8": (lambda: rounded_to_nearest(matrix(), "int8", "bfloat16"), "int8", False),
     "rounded int4": (lambda: rounded_to_nearest(matrix(), "int4", "bfloat16"), "int4", False),
     "rounded int4:128": (lambda: rounded_to_nearest(matrix(), "int4:128", "float16"), "int4", False),
@@ -126,9 +137,9 @@ def test_size_is_within_three_percent_of_the_stored_size(case):
     make, kind, has_zero_points = PACKED[case]
     weight = make()
     packed = packed_weight(weight, "float16" if weight.scales.stored.dtype == np.float16 else "bfloat16")
-    size = {"int4": 0.5, "int8": 1}[kind]
+    size = {"int4": 0.5, "int8": 1, "e2m1": 0.5}[kind]
     scales = weight.scales.stored.size
-    stored = weight.shape[0] * weight.shape[1] * size + 2 * scales + (scales * size if has_zero_points else 0)
+    stored = weight.shape[0] * weight.shape[1] * size + (1 if kind == "e2m1" else 2) * scales + (scales * size if has_zero_points else 0)
     assert packed.nbytes <= 1.03 * stored
 
 
@@ -137,6 +148,7 @@ NOT_PACKED = {
     "groups of 8": lambda: gptq(group_size=8),
     "groups of 96": lambda: of(made.gptq(group_size=96), GPTQ({**made.GPTQ_CONFIG, "group_size": 96, "checkpoint_format": "gptq"})),
     "factors of inputs": lambda: modelopt(factors=True),
+    "NVFP4": lambda: of(made.nvfp4(("weight", "weight_scale", "weight_scale_2"), inverse=False), ModelOpt(made.modelopt("NVFP4"))),
     "FP8": lambda: of(made.fp8_blocks(), FP8Blocks(made.FP8_CONFIG)),
     "inputs that 8 does not divide": lambda: rounded_to_nearest(matrix((16, 36)), "int8", "float16"),
 }
@@ -145,6 +157,21 @@ NOT_PACKED = {
 @pytest.mark.parametrize("case", NOT_PACKED)
 def test_other_formats_are_not_packed(case):
     assert packed_parts([NOT_PACKED[case]()], "float16") is None
+
+
+def test_scales_of_fp4_that_are_no_powers_of_two_are_not_packed():
+    weight = PACKED["mxfp4"][0]()
+    scales = replace(weight.scales, stored=weight.scales.stored.astype(np.float32) * 1.5)
+    assert packed_parts([replace(weight, scales=scales)], "bfloat16") is None
+
+
+def test_scales_of_fp4_that_the_dtype_cannot_hold_are_not_packed():
+    weight = PACKED["mxfp4"][0]()
+    largest = replace(weight, scales=replace(weight.scales, stored=np.full((48, 8), 254, np.uint8).view(ml_dtypes.float8_e8m0fnu)))
+    assert packed_parts([largest], "bfloat16") is None
+    many = replace(weight, scales=replace(weight.scales, stored=np.full((48, 8), 127 + 14, np.uint8).view(ml_dtypes.float8_e8m0fnu)))
+    assert packed_parts([many], "float16") is None
+    check_values(packed_weight(many, "bfloat16"), many.dequantized("bfloat16"))
 
 
 def test_values_that_the_dtype_cannot_hold_are_not_packed():
@@ -224,6 +251,42 @@ class TestJoined:
     )
     def test_others_are_not_joined(self, other):
         assert joined(self.weights(rounded_to_nearest(matrix(), "int4", "bfloat16"), other())) is None
+
+
+class TestStack:
+    def check(self, matrices, found):
+        assert len(found) == len(matrices)
+        assert found.shape == (len(matrices), *matrices[0].shape)
+        assert found.whole.nbytes == sum(one.nbytes for one in found)
+        for one, expected in zip(found, matrices, strict=True):
+            check_values(one, expected)
+
+    @pytest.mark.parametrize("case", ["mxfp4", "gptq", "rounded int8", "Q4_0"])
+    def test_matrices_follow_each_other(self, case):
+        weight = PACKED[case][0]()
+        rows = [weight.rows(slice(first, first + 16)) for first in (0, 16, 32)]
+        self.check([one.dequantized("bfloat16") for one in rows], stack_of([packed_weight(one, "bfloat16") for one in rows], 3))
+
+    def test_a_matrix_has_several_parts(self):
+        weight = PACKED["mxfp4"][0]()
+        order = [slice(32, 48), slice(0, 16), slice(16, 32), slice(32, 48)]
+        values = [weight.rows(rows).dequantized("float16") for rows in order]
+        stack = stack_of([packed_weight(weight.rows(rows), "float16") for rows in order], 2)
+        self.check([np.concatenate(values[:2]), np.concatenate(values[2:])], stack)
+
+    def test_scales_of_one_matrix_need_float32(self):
+        both = [rounded_to_nearest(matrix() * factor, "int8", "bfloat16") for factor in (1, 1e-5)]
+        parts = [packed_weight(one, "float16") for one in both]
+        assert parts[0].scales.dtype != parts[1].scales.dtype
+        self.check([one.dequantized("float16") for one in both], stack_of(parts, 2))
+
+    def test_one_matrix_has_zero_points(self):
+        both = [gptq(), gptq(symmetric=True)]
+        self.check([one.dequantized("bfloat16") for one in both], stack_of([packed_weight(one, "bfloat16") for one in both], 2))
+
+    def test_outputs_of_no_whole_tile(self):
+        weight = PACKED["mxfp4"][0]()
+        assert stack_of([packed_weight(weight.rows(slice(first, first + 8)), "bfloat16") for first in (0, 8)], 2) is None
 
 
 def test_many_rows_are_packed_in_parts(monkeypatch):

@@ -487,7 +487,7 @@ def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
     kinds = sorted(set(gguf.dequantized.values()))
     return (
         f"{gguf.path}: {len(gguf.dequantized)} tensor(s) in {' and '.join(kinds)} are dequantized when they are read, to "
-        f"{config.dtype} or the dtype that is asked for: engines keep Q8_0 and Q4_0 packed."
+        f"{config.dtype} or the dtype that is asked for: engines keep Q8_0, Q4_0 and MXFP4 packed."
     )
 
 

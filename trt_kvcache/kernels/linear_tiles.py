@@ -1,4 +1,4 @@
-"""Compile-time tile sizes of the sources ``linear.cu``, ``linear/packed.cu`` and ``linear/experts.cu``, and blocks of their launches."""
+"""Compile-time tile sizes of ``linear.cu`` and the sources in ``linear``, and blocks of their launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIN_BUSY_SHARE = 0.95
 TILE_ROWS, FRAGMENT_INPUTS = 8, 64
 
 #: Packed weights: their types in the source, and bits of each.
-PACKED_TYPES, PACKED_BITS = {"int4": "Int4", "int8": "Int8"}, {"int4": 4, "int8": 8}
+PACKED_TYPES, PACKED_BITS = {"int4": "Int4", "int8": "Int8", "e2m1": "E2m1"}, {"int4": 4, "int8": 8, "e2m1": 4}
 
 _ELEMENT_BITS = 16
 
@@ -64,7 +64,7 @@ def linear_tiles(rows: int, arch: str, packed: str | None = None) -> LinearTiles
     """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``; ``packed``: a key of :data:`PACKED_TYPES`."""
     return LinearTiles(
         warps=16,
-        loads=4 if packed == "int4" and rows > TILE_ROWS else 8,  # with scales, 8 would spill registers
+        loads=4 if packed in ("int4", "e2m1") and rows > TILE_ROWS else 8,  # with scales, 8 would spill registers
         blocks_per_sm=1,
         large_percent=97,
         prefetched_kib=32 if arch_number(arch) >= MIN_PDL_ARCH else 0,
@@ -100,19 +100,20 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
 
 
 @lru_cache(maxsize=256)
-def expert_plan(outputs: int, gated: bool, experts: int, arch: str, multiprocessors: int) -> LinearPlan:
+def expert_plan(outputs: int, gated: bool, experts: int, arch: str, multiprocessors: int, packed: str | None = None) -> LinearPlan:
     """Return the launch for products of few rows into ``experts`` chosen experts of ``outputs`` columns each, with a gate or not.
 
-    Their tiles have as many outputs as give blocks the most equal amounts to read.
+    Their tiles have as many outputs as give blocks the most equal amounts to read. ``packed``: as for :func:`linear_plan`.
     """
-    tiles = linear_tiles(TILE_ROWS, arch)
+    tiles = linear_tiles(TILE_ROWS, arch, packed)
     slots, largest = multiprocessors * tiles.blocks_per_sm, SMALL_TILE if gated else LARGE_TILE
 
     def longest(size: int) -> int:
         """Outputs of the busiest block."""
         return -(-experts * -(-outputs // size) // slots) * size
 
-    size = min(range(largest, 3 * largest // 4, -1), key=longest)  # smaller ones have fewer loads in flight
+    smallest = 3 * largest // 4 if packed is None else largest - 1  # smaller ones have fewer loads in flight
+    size = min(range(largest, smallest, -1), key=longest)
     count = -(-outputs // size)
     return LinearPlan(TILE_ROWS, LARGE_TILE, count, size, tiles.warps, min(experts * count, slots), 0)
 

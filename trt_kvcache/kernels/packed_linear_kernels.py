@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from trt_kvcache.kernels.decoder_layer_kernels import gated
@@ -12,24 +13,23 @@ from trt_kvcache.kernels.host_arrays import Array, array_of
 from trt_kvcache.kernels.kernel import Kernel
 from trt_kvcache.kernels.launch import address, launch, starts_early
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, linear_plan, linear_tiles
-from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES, unpack_rows, unpack_values
-from trt_kvcache.kernels.source_variants import packed_variant_name
+from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES, count_tiles, unpack_rows, unpack_values
+from trt_kvcache.kernels.source_variants import PACKED_LINEAR_SOURCE, packed_variant_name
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensors:
-    """A matrix ``[outputs, inputs]`` in the layout of ``packed_layout.py``: ``(quantized value - zero point) * scale``, rounded once.
+    """A matrix ``[outputs, inputs]``: ``(quantized value - zero point) * scale``, rounded once. Inputs are a multiple of 8."""
 
-    A multiple of 8 inputs. On a GPU it is read before earlier launches on the stream have ended: none of them may still write it.
-    """
-
-    kind: str  # "int4" or "int8"
+    # The layout is that of ``packed_layout.py``; of a stack of matrices the tiles follow each other, see ``expert_kernels.py``.
+    # On a GPU weights are read before earlier launches on the stream have ended: none of them may still write them.
+    kind: str  # "int4", "int8", or "e2m1" with scales e8m0
     outputs: int
     inputs: int
     group_shift: int
     values: DeviceTensor  # uint8 [tiles, bytes]
-    scales: DeviceTensor  # [tiles, groups, 8, 2] in a dtype of SCALE_DTYPES
+    scales: DeviceTensor  # [tiles, groups, 8, 2] in a dtype of scale_dtypes()
     zero_points: DeviceTensor | None  # uint8 or int8 [tiles, groups, 8, 2]
 
 
@@ -47,27 +47,30 @@ def _gated_mul_on_host(
 
 
 def _dequantize_on_host(out: DeviceTensor, weight: PackedTensors, first_output: int, stream: Any) -> None:
-    array_of(out)[...] = _dequantized(weight, out.numpy_dtype)[first_output : first_output + len(out)]
+    array_of(out)[...] = dequantized(weight, out.numpy_dtype)[first_output : first_output + len(out)]
 
 
 def _product(x: DeviceTensor, weight: PackedTensors, bias: DeviceTensor | None) -> Array:
     """Return the product in float32."""
-    weights = _dequantized(weight, x.numpy_dtype).astype(np.float32)
+    weights = dequantized(weight, x.numpy_dtype).astype(np.float32)
     with np.errstate(invalid="ignore"):  # infinity times a weight of 0
         out: Array = array_of(x).astype(np.float32) @ weights.T
     return out if bias is None else out + array_of(bias).astype(np.float32)
 
 
-def _dequantized(weight: PackedTensors, dtype: np.dtype[Any]) -> Array:
-    """Return the weights ``[outputs, inputs]``."""
-    shape = (weight.outputs, weight.inputs)
-    values = unpack_values(array_of(weight.values), weight.kind, shape).astype(np.float32)
+def dequantized(weight: PackedTensors, dtype: np.dtype[Any], matrix: int = 0) -> Array:
+    """Return the weights ``[outputs, inputs]`` of a matrix of a stack."""
+    shape, count = (weight.outputs, weight.inputs), count_tiles(weight.outputs)
+    tiles = slice(matrix * count, (matrix + 1) * count)
+    values = unpack_values(array_of(weight.values)[tiles], weight.kind, shape).astype(np.float32)
     group = np.arange(weight.inputs) // HALF_INPUTS >> weight.group_shift
     zero_points: Any = MIDDLES[weight.kind]
     if weight.zero_points is not None:
-        zero_points = unpack_rows(array_of(weight.zero_points), weight.outputs).astype(np.float32)[:, group]
-    scales = unpack_rows(array_of(weight.scales), weight.outputs).astype(np.float32)[:, group]
-    found: Array = ((values - zero_points) * scales).astype(dtype)
+        zero_points = unpack_rows(array_of(weight.zero_points)[tiles], weight.outputs).astype(np.float32)[:, group]
+    stored = unpack_rows(array_of(weight.scales)[tiles], weight.outputs)
+    scales = (stored.view(ml_dtypes.float8_e8m0fnu) if weight.kind == "e2m1" else stored).astype(np.float32)[:, group]
+    with np.errstate(over="ignore"):
+        found: Array = ((values - zero_points) * scales).astype(dtype)
     return found
 
 
@@ -93,7 +96,7 @@ def _launch(suffix: str, x: DeviceTensor, weight: PackedTensors, bias: DeviceTen
     plan = linear_plan(rows, outputs, has_gate, memory.arch, memory.multiprocessor_count, weight.kind)
     launch(
         memory,
-        packed_variant_name(x.dtype, plan.rows, weight.kind, weight.scales.dtype),
+        packed_variant_name(PACKED_LINEAR_SOURCE, x.dtype, plan.rows, weight.kind, weight.scales.dtype),
         f"{_prefix(weight)}_linear_{suffix}" + ("" if has_gate else str(plan.tile)),
         (plan.blocks, 1, 1),
         (
@@ -111,7 +114,7 @@ def _dequantize_on_device(out: DeviceTensor, weight: PackedTensors, first_output
     outputs, inputs = out.shape
     launch(
         memory,
-        packed_variant_name(out.dtype, ROW_COUNTS[0], weight.kind, weight.scales.dtype),
+        packed_variant_name(PACKED_LINEAR_SOURCE, out.dtype, ROW_COUNTS[0], weight.kind, weight.scales.dtype),
         f"{_prefix(weight)}_dequantize",
         (-(-outputs // FRAGMENT_OUTPUTS), 1, 1),
         (

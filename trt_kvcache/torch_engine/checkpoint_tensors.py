@@ -12,7 +12,8 @@ from trt_kvcache.checkpoint.decoder_weights import RoundedTensors
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.torch_engine.kernel_variants import packed_variant
+from trt_kvcache.model.weight_parts import expert_tensors
+from trt_kvcache.torch_engine.kernel_variants import packed_variants
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.packing import packed_weight, rounded_weight
 from trt_kvcache.torch_engine.upload import Upload
@@ -32,6 +33,7 @@ class CheckpointTensors:
         self._checkpoint, self._dtype, self._memory = checkpoint, dtype, memory
         self._upload = Upload(device)
         self._rounded = RoundedTensors(checkpoint, dtype, progress)
+        self._experts = expert_tensors(checkpoint.config)
         self._last: tuple[str, QuantizedWeight | None] = ("", None)
 
     def load(self, name: str) -> torch.Tensor:
@@ -46,7 +48,7 @@ class CheckpointTensors:
         if packed is None:
             return None
         self._rounded.count(name)
-        compile_ahead([packed_variant(packed, self._dtype)], self._memory.arch)  # type: ignore[attr-defined]  # a GPU
+        compile_ahead(packed_variants(packed, self._dtype, of_expert=name in self._experts), self._memory.arch)  # type: ignore[attr-defined]  # a GPU
         return packed
 
     def _rounded_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:

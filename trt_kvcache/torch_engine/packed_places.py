@@ -9,7 +9,7 @@ from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS,
 
 
 def pack_values(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return quantized values ``[outputs, inputs]`` (int4: 0 to 15; int8) as bytes ``[tiles, fragments * bytes]``."""
+    """Return quantized values ``[outputs, inputs]`` (int4: 0 to 15; int8; bits of e2m1) as bytes ``[tiles, fragments * bytes]``."""
     outputs, inputs = values.shape
     whole = F.pad(values.view(torch.uint8), (0, -inputs % FRAGMENT_INPUTS, 0, -outputs % FRAGMENT_OUTPUTS))
     tiles, fragments = whole.shape[0] // FRAGMENT_OUTPUTS, whole.shape[1] // FRAGMENT_INPUTS
@@ -22,9 +22,9 @@ def pack_values(values: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def unpack_values(packed: torch.Tensor, kind: str, outputs: int, inputs: int) -> torch.Tensor:
-    """Return the quantized values ``[outputs, inputs]`` of :func:`pack_values`, as uint8 or int8."""
+    """Return the quantized values ``[outputs, inputs]`` of :func:`pack_values`, as uint8 or int8 (e2m1: its bits)."""
     values = packed.view(len(packed), -1, *STORED_SHAPES[kind])
-    values = torch.stack((values & 15, values >> 4), dim=-1) if kind == "int4" else values.view(torch.int8)
+    values = values.view(torch.int8) if kind == "int8" else torch.stack((values & 15, values >> 4), dim=-1)
     return values.permute(TO_ROWS[kind]).reshape(len(packed) * FRAGMENT_OUTPUTS, -1)[:outputs, :inputs]
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
 from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES
 from trt_kvcache.kernels.packed_linear_kernels import PackedTensors
 from trt_kvcache.memory.base import Memory
@@ -51,8 +52,12 @@ class PackedWeight:
         """Return the matrix by operations of torch, bit for bit as the kernels compute it."""
         values = unpack_values(self.values, self.kind, self.outputs, self.inputs)
         group = torch.arange(self.inputs, device=values.device) // HALF_INPUTS >> self.group_shift
+        scales = unpack_rows(self.scales, self.outputs)
+        if self.kind == "e2m1":
+            table = torch.tensor(E2M1_VALUES.tolist(), device=values.device)
+            return (table[values.int()] * scales.view(torch.float8_e8m0fnu).float()[:, group]).to(self.dtype)
         zero_points = MIDDLES[self.kind] if self.zero_points is None else unpack_rows(self.zero_points, self.outputs).float()[:, group]
-        return ((values.float() - zero_points) * unpack_rows(self.scales, self.outputs).float()[:, group]).to(self.dtype)
+        return ((values.float() - zero_points) * scales.float()[:, group]).to(self.dtype)
 
 
 def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,7 +13,7 @@ import torch
 from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
-from trt_kvcache.dtypes import dtype_name, numpy_dtype
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
 from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_INPUTS,
@@ -32,10 +33,10 @@ from trt_kvcache.torch_engine.rounding import round_rows
 from trt_kvcache.torch_engine.upload import Upload
 
 #: By kind of quantized value: packed kind, and what is added to values and zero points.
-_KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128)}
+_KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128), "e2m1": ("e2m1", 0)}
 
-_RANGES = {"int4": (0, 15), "int8": (-128, 127)}
-_DTYPES: dict[str, Any] = {"int4": np.uint8, "int8": np.int8}
+_RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6)}
+_DTYPES: dict[str, Any] = {"int4": np.uint8, "int8": np.int8, "e2m1": np.uint8}
 
 #: Values on the device at a time that are not packed yet, and those that a thread unpacks at a time.
 _ON_DEVICE, _OF_A_THREAD = 1 << 24, 1 << 20
@@ -56,7 +57,8 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
     scales = _joined([part.scales_of_rows() for part in parts])
     shift = _group_shift(first.scales.block[1], scales.shape[1])
     zero_points = _zero_points(parts, scales.shape, added, MIDDLES[kind])
-    if shift is None or not _can_hold(dtype, kind, scales, zero_points):
+    stored_scales = _stored_scales(scales, kind, _scales_dtypes(first, dtype))
+    if shift is None or stored_scales is None or not _can_hold(dtype, kind, scales, zero_points):
         return None
     whole: npt.NDArray[Any] | None = None
     if len(parts) > 1 or first.row_order is not None:  # heads, whose rows may end within a tile, or rows that are stored apart
@@ -80,7 +82,7 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
         inputs=inputs,
         group_shift=shift,
         values=_packed_values(len(scales), inputs, kind, read, upload.device),
-        **_of_groups(scales, zero_points, kind, _scales_dtypes(first, dtype), count_groups(inputs, shift), upload),
+        **_of_groups(stored_scales, zero_points, kind, count_groups(inputs, shift), upload),
     )
 
 
@@ -108,7 +110,8 @@ def rounded_weight(
 
     packed = _packed_values(outputs, inputs, kind, read, upload.device)
     of_host = scales.float().cpu().numpy()
-    if has_extremes or not _can_hold(dtype, kind, of_host, None):
+    stored_scales = _stored_scales(of_host, kind, SCALE_DTYPES[dtype])
+    if has_extremes or stored_scales is None or not _can_hold(dtype, kind, of_host, None):
         return None
     return PackedWeight(
         dtype=getattr(torch, dtype),
@@ -118,7 +121,7 @@ def rounded_weight(
         inputs=inputs,
         group_shift=shift,
         values=packed,
-        **_of_groups(of_host, None, kind, SCALE_DTYPES[dtype], count_groups(inputs, shift), upload),
+        **_of_groups(stored_scales, None, kind, count_groups(inputs, shift), upload),
     )
 
 
@@ -148,33 +151,39 @@ def _joined(of_parts: Sequence[Float32]) -> Float32:
 def _can_hold(dtype: str, kind: str, scales: Float32, zero_points: Float32 | None) -> bool:
     """Return True if ``dtype`` can hold all values with these scales and zero points."""
     low, high = _RANGES[kind]
-    if zero_points is None:
-        largest = max(MIDDLES[kind] - low, high - MIDDLES[kind]) * np.maximum(scales.max(initial=0), -scales.min(initial=0))
-    else:
-        largest = np.maximum(np.abs(low - zero_points), np.abs(high - zero_points)) * np.abs(scales)
     with np.errstate(over="ignore"):
-        return bool(np.isfinite(np.asarray(largest, np.float32).astype(numpy_dtype(dtype)).astype(np.float32)).all())
+        if zero_points is None:
+            largest = np.asarray(
+                max(MIDDLES[kind] - low, high - MIDDLES[kind]) * max(scales.max(initial=0), -scales.min(initial=0)), np.float32
+            )
+        else:
+            largest = np.maximum(np.abs(low - zero_points), np.abs(high - zero_points)) * np.abs(scales)
+        return bool(np.isfinite(largest.astype(numpy_dtype(dtype)).astype(np.float32)).all())
 
 
 def _of_groups(
-    scales: Float32, zero_points: Float32 | None, kind: str, dtypes: Sequence[str], groups: int, upload: Upload
+    scales: npt.NDArray[Any], zero_points: Float32 | None, kind: str, groups: int, upload: Upload
 ) -> dict[str, torch.Tensor | None]:
     """Return scales, and zero points if there are any, as the kernels take them; ``groups``: with those of padding."""
     return {
-        "scales": pack_rows(upload(_stored_scales(scales, dtypes)), groups),
+        "scales": pack_rows(upload(scales), groups),
         "zero_points": None if zero_points is None else pack_rows(upload(zero_points.astype(_DTYPES[kind])), groups),
     }
 
 
 def _scales_dtypes(weight: QuantizedWeight, dtype: str) -> Sequence[str]:
     """Return the dtypes of scales to try: that of a file, if the kernels know it, at once."""
-    stored, scales = dtype_name(weight.scales.stored.dtype), weight.scales
-    is_known = stored in SCALE_DTYPES[dtype] and scales.factor == scales.divisor == 1
-    return (stored,) if is_known else SCALE_DTYPES[dtype]
+    scales, dtypes = weight.scales, SCALE_DTYPES[dtype]
+    if scales.factor != 1 or scales.divisor != 1:
+        return dtypes
+    return [name for name in dtypes if numpy_dtype(name) == scales.stored.dtype] or dtypes
 
 
-def _stored_scales(scales: Float32, dtypes: Sequence[str]) -> npt.NDArray[Any]:
-    """Return the scales in the first of these dtypes that holds all of them exactly."""
+def _stored_scales(scales: Float32, kind: str, dtypes: Sequence[str]) -> npt.NDArray[Any] | None:
+    """Return the scales in the first of these dtypes that holds all of them exactly, or else in float32; None for others of e2m1."""
+    if kind == "e2m1":
+        exponents = scales.astype(ml_dtypes.float8_e8m0fnu)
+        return exponents.view(np.uint8) if np.array_equal(exponents.astype(np.float32), scales) else None
     for name in dtypes:
         with np.errstate(over="ignore"):
             stored = scales.astype(numpy_dtype(name))

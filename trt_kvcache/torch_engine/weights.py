@@ -74,7 +74,8 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
         blocks=blocks,
         final_norm=final_norm,
         head=head,
-        is_packed=any(isinstance(matrix, PackedWeight) for matrix in matrices),
+        is_packed=any(isinstance(matrix, PackedWeight) for matrix in matrices)
+        or any(block.part.experts.is_packed for block in blocks if isinstance(block.part, RoutedMlp)),
     )
 
 
