@@ -93,6 +93,9 @@ class RandomCheckpoint:
             return None
         return rounded_to_nearest(self._values(name), self._scheme, "bfloat16")
 
+    def super_blocks(self, name: str) -> None:
+        """It is no GGUF file."""
+
     def tensor(self, name: str) -> np.ndarray:
         """Return a tensor: norms near what leaves a value as it is, others so that a product is as large as what goes in."""
         quantized = self.quantized_weight(name)

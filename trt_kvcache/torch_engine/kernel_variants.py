@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, TILE_ROWS
-from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, LINEAR_SOURCE, TILES, packed_variant_name, variant_name
+from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, LINEAR_SOURCE, TILES, variant_name
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 
 
 def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> Iterator[str]:
@@ -25,6 +25,6 @@ def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> It
     yield from ("decoder_layer", "lengths")
 
 
-def packed_variant(weight: PackedWeight, dtype: str) -> str:
+def packed_variant(weight: PackedMatrix, dtype: str) -> str:
     """Return the variant of decode steps for a packed weight."""
-    return packed_variant_name(dtype, ROW_COUNTS[0], weight.kind, str(weight.scales.dtype).removeprefix("torch."))
+    return weight.tensors.variant(dtype, ROW_COUNTS[0])

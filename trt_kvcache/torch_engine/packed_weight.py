@@ -15,15 +15,16 @@ from trt_kvcache.kernels.packed_layout import (
     STORED_SHAPES,
     TO_ROWS,
 )
-from trt_kvcache.kernels.packed_linear_kernels import PackedTensors
+from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packing import PackedArrays
 from trt_kvcache.torch_engine.upload import Upload
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedWeight:
+class PackedWeight(PackedMatrix):
     """A matrix ``[outputs, inputs]`` of ``dtype``: ``(quantized value - zero point) * scale``. See ``PackedTensors`` for its fields."""
 
     dtype: torch.dtype
@@ -53,7 +54,7 @@ class PackedWeight:
 
     @cached_property
     def tensors(self) -> PackedTensors:
-        """The matrix as the kernels take it."""
+        """See :class:`PackedMatrix`."""
         return PackedTensors(
             kind=self.kind,
             outputs=self.outputs,
@@ -66,11 +67,11 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Size on the device."""
+        """See :class:`PackedMatrix`."""
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.zero_points) if tensor is not None)
 
     def dequantized(self) -> torch.Tensor:
-        """Return the matrix by operations of torch, bit for bit as the kernels compute it."""
+        """See :class:`PackedMatrix`."""
         values = self.values.view(len(self.values), -1, *STORED_SHAPES[self.kind])
         if self.kind == "int4":
             values = torch.stack((values & 15, values >> 4), dim=-1)

@@ -11,21 +11,21 @@ from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, layer_we
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.weight_parts import EXACT_ROLES, WeightPart, layer_parts, split_role
 from trt_kvcache.torch_engine.operations import TorchProjection
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 
 #: Function of a name in Hugging Face transformers: the tensor, on the engine's device and in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
 
 #: Function of a tensor name and selections of its rows: the packed rows, or None if the tensor is not packed, and :data:`LoadTensor` reads
 #: it.
-LoadPacked = Callable[[str, Sequence[slice | list[int]]], PackedWeight | None]
+LoadPacked = Callable[[str, Sequence[slice | list[int]]], PackedMatrix | None]
 
 
 @dataclass(frozen=True)
 class StoredWeights(DecoderLayerWeights[torch.Tensor]):
     """Weights of one layer by role. Matrices of ``packed`` are in no other mapping, nor are weights of experts, which ``load`` reads."""
 
-    packed: Mapping[str, PackedWeight]
+    packed: Mapping[str, PackedMatrix]
     experts: Mapping[str, WeightPart]
     load: LoadTensor
 
