@@ -67,7 +67,7 @@ def linear_tiles(rows: int, arch: str, packed: str | None = None) -> LinearTiles
     """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``; ``packed``: a key of :data:`PACKED_BITS`."""
     return LinearTiles(
         warps=16,
-        loads=8 if packed in (None, "int8") or (packed == "int4" and rows <= TILE_ROWS) else 4,  # with scales, 8 would spill registers
+        loads=4 if packed not in (None, "int8") and rows > TILE_ROWS else 8,  # with scales, 8 would spill registers
         blocks_per_sm=1,
         large_percent=97,
         prefetched_kib=32 if arch_number(arch) >= MIN_PDL_ARCH else 0,
