@@ -116,7 +116,8 @@ def shapes(which: str, quick: bool, dims: Sequence[int]) -> list[Shape]:
 def _chunks(quick: bool, dims: Sequence[int]) -> list[Shape]:
     """Several new tokens over a past, beside one; and models of few heads."""
     widths = (1, 2, 8, 16, 128) if quick else (1, 2, 8, 16, 32, 128, 512)
-    models = [(4, 128, 8), (7, 128, 4), (4, 64, 8), (2, 256, 8)][: 1 if quick else None]
+    models = [(4, 128, 8), (7, 128, 4), (4, 64, 8), (2, 256, 8), (8, 512, 2)]
+    models = [one for one in models if one[1] in dims][: 1 if quick else None]
     sizes = [(1, 1024), (1, 8192)] if quick else [(1, 1024), (1, 8192), (1, 32768), (8, 8192)]
     small = [] if quick else [(1, 128, 7, 64, 2), (4, 2048, 7, 64, 2), (1, 16384, 8, 128, 1), (4, 1024, 4, 128, 4), (1, 2048, 1, 128, 32)]
     shapes = [Shape(batch, width, past, *model) for model in models for batch, past in sizes for width in widths]

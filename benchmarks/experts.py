@@ -2,15 +2,16 @@
 
     python benchmarks/experts.py [--quick] [--max-seconds 60]
 
-``products``: each launch alone. ``mlps``: the chosen experts of a layer, both launches and what the engine does for them, beside the torch
-operations that gather them; in a CUDA graph. Weights of several layers and several choices take turns, so that none is in the L2. The least
-time is that in which the GPU copies as many bytes as the chosen experts have, each once.
+``up`` and ``down``: each launch alone. ``both``: the chosen experts of a layer, both launches and what the engine does for them, and beside
+16 bits the torch operations that gather them; in a CUDA graph. Weights of several layers and several choices take turns, so that none is in
+the L2. The least time is that in which the GPU copies as many bytes as the chosen experts have as they are stored, each once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -25,17 +26,28 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 from trt_kvcache.kernels.expert_kernels import expert_down_kernel, expert_up_kernel  # noqa: E402
+from trt_kvcache.kernels.linear_tiles import PACKED_BITS  # noqa: E402
+from trt_kvcache.kernels.packed_layout import (  # noqa: E402
+    EXPONENTS,
+    FRAGMENT_INPUTS,
+    FRAGMENT_NBYTES,
+    ONE_GROUP,
+    count_groups,
+    count_tiles,
+)
 from trt_kvcache.model import ClampedSwiGLU, MlpConfig  # noqa: E402
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.experts import FixedProducts  # noqa: E402
 from trt_kvcache.torch_engine.kernel_experts import KernelExperts, epilogue_of  # noqa: E402
-from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
+from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections, dense  # noqa: E402
+from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack  # noqa: E402
+from trt_kvcache.torch_engine.packed_weight import PackedWeight  # noqa: E402
 
 #: Share of the copy bandwidth of both launches of a layer, from ``mb`` MB of chosen experts.
 LIMITS = {"of_copy": 0.8, "mb": 32}
 
-DTYPE, _ELEMENT_NBYTES, _MIB = "bfloat16", 2, 2**20
+DTYPE, _MIB = "bfloat16", 2**20
 
 #: Largest error, relative to the largest result: half a unit in the last place, and the rounding of the inner activations.
 _TOLERANCE = 2**-7
@@ -61,31 +73,44 @@ class Model(NamedTuple):
         """Outputs of the products into an expert."""
         return self.intermediate * (2 if self.gated else 1)
 
-    @property
-    def up_nbytes(self) -> int:
-        """Bytes of the weights into an expert."""
-        return self.width * self.hidden * _ELEMENT_NBYTES
+
+class Format(NamedTuple):
+    """How weights are stored; ``kind`` is None for 16 bits."""
+
+    name: str
+    kind: str | None = None
+    scales: str = DTYPE
+    group_shift: int = 0
+    zero_points: bool = False
 
     @property
-    def down_nbytes(self) -> int:
-        """Bytes of the weights out of an expert."""
-        return self.intermediate * self.hidden * _ELEMENT_NBYTES
+    def bits(self) -> int:
+        """Bits of a weight without its scale."""
+        return 16 if self.kind is None else PACKED_BITS[self.kind]
 
 
-MODELS = (
+QWEN, MIXTRAL, GPT_OSS, NEMOTRON = (
     Model("Qwen3-30B-A3B", 2048, 768, 128, 8),
     Model("Mixtral-8x7B", 4096, 14336, 8, 2),
     Model("gpt-oss-20b", 2880, 2880, 32, 4, ClampedSwiGLU(alpha=1.702, limit=7.0), bias=True),
     Model("Nemotron-3-Nano-30B-A3B", 2688, 1856, 128, 6, activation="relu2", gated=False),
 )
+PLAIN, INT8, INT4 = Format(DTYPE), Format("int8", "int8", group_shift=ONE_GROUP), Format("int4", "int4")
+ZERO_POINTS = Format("int4:128, zero points", "int4", "float16", group_shift=2, zero_points=True)
+CASES = (
+    *((GPT_OSS, Format("MXFP4", "e2m1", EXPONENTS)), (QWEN, PLAIN), (QWEN, INT4), (QWEN, INT8), (QWEN, ZERO_POINTS)),
+    *((MIXTRAL, PLAIN), (MIXTRAL, INT4), (GPT_OSS, PLAIN), (NEMOTRON, PLAIN), (NEMOTRON, INT8)),
+)
+#: Of these, the ones that ``--quick`` takes.
+_QUICK = 3
 
 
 class Layers:
     """Random experts of a few layers, and choices of a few steps."""
 
-    def __init__(self, gpu: Gpu, model: Model) -> None:
-        self.gpu, self.model = gpu, model
-        nbytes = model.experts * (model.up_nbytes + model.down_nbytes)
+    def __init__(self, gpu: Gpu, model: Model, stored: Format) -> None:
+        self.gpu, self.model, self.stored = gpu, model, stored
+        nbytes = model.experts * (model.width + model.intermediate) * model.hidden * stored.bits // 8
         count = max(1, min(4, _MAX_WEIGHT_NBYTES // nbytes))
         self.layers = [self._experts() for _ in range(count)]
 
@@ -93,12 +118,39 @@ class Layers:
         model = self.model
         config = MlpConfig(intermediate_size=model.intermediate, activation=model.activation, bias=model.bias, gated=model.gated)
         inputs, down = (
-            _normal(model.experts, outputs, inputs).mul_(inputs**-0.5)
-            for outputs, inputs in ((model.width, model.hidden), (model.hidden, model.intermediate))
+            self._stack(outputs, inputs) for outputs, inputs in ((model.width, model.hidden), (model.hidden, model.intermediate))
         )
         biases = (_normal(*weight.shape[:2]) for weight in (inputs, down)) if model.bias else (None, None)
         inputs_bias, down_bias = biases
         return Experts(config=config, inputs=inputs, inputs_bias=inputs_bias, down=down, down_bias=down_bias)
+
+    def _stack(self, outputs: int, inputs: int) -> MatrixStack:
+        experts, stored = self.model.experts, self.stored
+        if stored.kind is None:
+            return _normal(experts, outputs, inputs).mul_(inputs**-0.5)
+        shape = (experts * count_tiles(outputs), count_groups(inputs, stored.group_shift), 8, 2)
+        values = _bytes(0, 256, shape[0], -(-inputs // FRAGMENT_INPUTS) * FRAGMENT_NBYTES[stored.kind])
+        if stored.kind == "e2m1":
+            middle = 124 - int(math.log2(inputs) / 2)
+            scales = _bytes(middle - 1, middle + 2, *shape)
+        else:
+            scales = (_normal(*shape) * inputs**-0.5 / 2 ** (stored.bits - 1)).to(getattr(torch, stored.scales))
+        whole = PackedWeight(
+            dtype=getattr(torch, DTYPE),
+            memory=self.gpu.memory,
+            kind=stored.kind,
+            outputs=experts * outputs,
+            inputs=inputs,
+            group_shift=stored.group_shift,
+            values=values,
+            scales=scales,
+            zero_points=_bytes(0, 16, *shape) if stored.zero_points else None,
+        )
+        return PackedStack(whole, experts)
+
+    def nbytes(self, stack: MatrixStack) -> float:
+        """Return the bytes of one expert."""
+        return (stack.nbytes if isinstance(stack, torch.Tensor) else stack.whole.nbytes) / self.model.experts
 
     def choices(self, rows: int) -> list[torch.Tensor]:
         """Return choices for each layer, one after another: int64 ``[rows, k]``."""
@@ -117,17 +169,21 @@ def _normal(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, DTYPE), device="cuda").normal_()
 
 
+def _bytes(low: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
+
+
 def reference(rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the inner activations ``[n, k, intermediate]`` and the sums ``[n, hidden]`` in float64, row by row."""
     inner, sums = [], []
     for row, of_row, factors in zip(rows.double(), chosen.tolist(), weights.double(), strict=True):
         total, activations = 0.0, []
         for expert, factor in zip(of_row, factors, strict=True):
-            inputs = experts.inputs[expert].double() @ row
+            inputs = dense(experts.inputs[expert]).double() @ row
             if experts.inputs_bias is not None:
                 inputs = inputs + experts.inputs_bias[expert].double()
             activated = Elementwise().inner(inputs, experts.config)
-            output = experts.down[expert].double() @ activated
+            output = dense(experts.down[expert]).double() @ activated
             if experts.down_bias is not None:
                 output = output + experts.down_bias[expert].double()
             total = total + factor * output
@@ -147,7 +203,7 @@ def rows_of(layers: Layers, rows: int, copy: float) -> list[dict[str, Any]]:
     gpu, model, stream = layers.gpu, layers.model, layers.gpu.stream
     x, weights, chosen = _normal(rows, model.hidden), torch.rand(rows, model.choices, device="cuda") + 0.1, layers.choices(rows)
     by_torch = FixedProducts(Projections(Elementwise()), Elementwise())
-    ours = KernelExperts(by_torch, Elementwise(), DeviceViews(gpu.memory), stream)
+    ours, views_of = KernelExperts(by_torch, Elementwise(), DeviceViews(gpu.memory), stream), DeviceViews(gpu.memory).of
     epilogue = epilogue_of(layers.layers[0].config)
     kept = [one.int() for one in chosen]
     inner, out = torch.empty(rows, model.choices, model.intermediate, dtype=x.dtype, device="cuda"), torch.empty_like(x)
@@ -155,9 +211,10 @@ def rows_of(layers: Layers, rows: int, copy: float) -> list[dict[str, Any]]:
 
     views = {id(one): device_view(one, gpu.memory) for one in (x, weights, inner, out, *kept)}
     matrices = [
-        [None if one is None else device_view(one, gpu.memory) for one in (e.inputs, e.inputs_bias, e.down, e.down_bias)]
-        for e in layers.layers
+        [one.tensors if isinstance(one, PackedStack) else None if one is None else views_of(one) for one in operands]
+        for operands in ((e.inputs, e.inputs_bias, e.down, e.down_bias) for e in layers.layers)
     ]
+    up_nbytes, down_nbytes = layers.nbytes(layers.layers[0].inputs), layers.nbytes(layers.layers[0].down)
 
     def up(step: int) -> None:
         weight, bias, _, _ = matrices[step % len(matrices)]
@@ -186,27 +243,30 @@ def rows_of(layers: Layers, rows: int, copy: float) -> list[dict[str, Any]]:
     read = sum(len(one.unique()) for one in chosen) / len(chosen)  # experts of a step, each once
     steps = range(len(chosen))
     found = []
-    for launch, call, nbytes in (("up", up, read * model.up_nbytes), ("down", down, read * model.down_nbytes)):
+    for launch, call, nbytes in (("up", up, read * up_nbytes), ("down", down, read * down_nbytes)):
         least = nbytes / copy
         times = {"ours": seconds(gpu, [lambda s=step, c=call: c(s) for step in steps], least)}
-        found.append({**_figures(model, launch, rows, read, nbytes, times, copy), "error": float(f"{errors[launch]:.1e}")})
+        found.append({**_figures(layers, launch, rows, read, nbytes, times, copy), "error": float(f"{errors[launch]:.1e}")})
 
     def both(step: int) -> None:
         up(step)
         down(step)
 
-    nbytes = read * (model.up_nbytes + model.down_nbytes)
+    nbytes = read * (up_nbytes + down_nbytes)
     times = {
         "ours": seconds(gpu, [lambda s=step: both(s) for step in steps], nbytes / copy),
         "engine": seconds(gpu, [lambda s=step: ours(x, chosen[s], weights, layers.of_step(s)) for step in steps], nbytes / copy),
-        "torch": seconds(gpu, [lambda s=step: by_torch(x, chosen[s], weights, layers.of_step(s)) for step in steps], 4 * nbytes / copy),
     }
-    return [*found, {**_figures(model, "both", rows, read, nbytes, times, copy), "error": float(f"{errors['down']:.1e}")}]
+    if layers.stored.kind is None:
+        calls = [lambda s=step: by_torch(x, chosen[s], weights, layers.of_step(s)) for step in steps]
+        times["torch"] = seconds(gpu, calls, 4 * nbytes / copy)
+    return [*found, {**_figures(layers, "both", rows, read, nbytes, times, copy), "error": float(f"{errors['down']:.1e}")}]
 
 
-def _figures(model: Model, launch: str, rows: int, read: float, nbytes: float, times: dict[str, float], copy: float) -> dict[str, Any]:
+def _figures(layers: Layers, launch: str, rows: int, read: float, nbytes: float, times: dict[str, float], copy: float) -> dict[str, Any]:
     return {
-        "model": model.name,
+        "model": layers.model.name,
+        "format": layers.stored.name,
         "launch": launch,
         "rows": rows,
         "experts": round(read, 2),
@@ -220,14 +280,15 @@ def _figures(model: Model, launch: str, rows: int, read: float, nbytes: float, t
 def measure(gpu: Gpu, copy: float, options: argparse.Namespace) -> dict[str, Any]:
     """Check and measure what there is time for; what there is not is named."""
     deadline, found, left_out = time.monotonic() + options.max_seconds, [], []
-    for model in MODELS[:2] if options.quick else MODELS:
+    for model, stored in CASES[:_QUICK] if options.quick else CASES:
+        name = f"{model.name} in {stored.name}"
         if time.monotonic() > deadline:
-            left_out.append(model.name)
+            left_out.append(name)
             continue
-        layers = Layers(gpu, model)
+        layers = Layers(gpu, model, stored)
         for rows in (1, 8) if options.quick else (1, 2, 4, 8):
             if time.monotonic() > deadline:
-                left_out.append(f"{model.name}, {rows} rows")
+                left_out.append(f"{name}, {rows} rows")
                 continue
             for row in rows_of(layers, rows, copy):
                 print(json.dumps(row), flush=True)
@@ -240,7 +301,7 @@ def measure(gpu: Gpu, copy: float, options: argparse.Namespace) -> dict[str, Any
 def exceeded(rows: list[dict[str, Any]]) -> list[str]:
     """Return the rows that do not keep the limit."""
     return [
-        f"{row['model']}, {row['rows']} rows: {row['of_copy']['ours']:.3f} of copy"
+        f"{row['model']} in {row['format']}, {row['rows']} rows: {row['of_copy']['ours']:.3f} of copy"
         for row in rows
         if row["launch"] == "both" and row["mb"] >= LIMITS["mb"] and row["of_copy"]["ours"] < LIMITS["of_copy"]
     ]
@@ -249,7 +310,7 @@ def exceeded(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two models, 1 and 8 rows")
+    parser.add_argument("--quick", action="store_true", help="three cases, 1 and 8 rows")
     parser.add_argument("--max-seconds", type=float, default=60, help="then the rest is left out")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "experts.json")
     options = parser.parse_args()

@@ -12,10 +12,12 @@ import torch.nn.functional as F  # noqa: N812
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS, HALF_INPUTS, ONE_GROUP, count_groups
-from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, SCALE_INPUTS, SUPER_BLOCK, high_bit_places
+from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, HALF_INPUTS, ONE_GROUP, count_groups
+from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, SCALE_INPUTS, SUPER_BLOCK
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
+from trt_kvcache.torch_engine.packed_places import pack_rows, pack_values
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
+from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
 
 
@@ -84,9 +86,9 @@ def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedMatrix:
         outputs=outputs,
         inputs=inputs,
         group_shift=shift,
-        values=_packed((values + middle).to(dtype)[:, : inputs + -inputs % FRAGMENT_INPUTS], scheme.kind),
-        scales=_of_tiles(scales[:, :count]),
-        zero_points=_of_tiles((zeros + middle).to(dtype)[:, :count]) if scheme.has_zero_points else None,
+        values=pack_values((values + middle).to(dtype)[:, :inputs], scheme.kind),
+        scales=pack_rows(scales[:, :count, 0], count),
+        zero_points=pack_rows((zeros + middle).to(dtype)[:, :count, 0], count) if scheme.has_zero_points else None,
     )
 
 
@@ -116,42 +118,7 @@ def _super_blocks(weight: torch.Tensor, kind: str, memory: Any) -> SuperBlockWei
         kind=kind,
         outputs=outputs,
         inputs=inputs,
-        values=_packed_super_blocks(values.byte().view(outputs, inputs), HIGH_BITS[kind]),
-        scales=_of_tiles(of_halves.contiguous().view(torch.int16))
-        .view(outputs // FRAGMENT_OUTPUTS, -1, 2, 8, 2)
-        .transpose(2, 3)
-        .contiguous()
-        .view(torch.uint8)
-        .view(outputs // FRAGMENT_OUTPUTS, -1, 8, 8),
-        factors=torch.stack([_of_tiles(of_blocks[..., index]) for index in range(FACTORS[kind])], dim=-1),
+        values=pack_super_blocks(values.byte().view(outputs, inputs), kind),
+        scales=pack_scales(of_halves),
+        factors=pack_factors(of_blocks),
     )
-
-
-def _packed_super_blocks(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return values in the layout of ``trt_kvcache/kernels/super_block_layout.py``."""
-    low, tiles = _packed(values & 15, "int4"), len(values) // FRAGMENT_OUTPUTS
-    if not bits:
-        return low
-    high = (values >> 4).view(tiles, 2, 8, -1, 2, 4, 4, 2).permute(0, 3, 2, 5, 1, 4, 6, 7).int()
-    word, shift = (torch.from_numpy(places.copy()).to(values.device) for places in high_bit_places(bits))
-    placed = high << shift.int()
-    words = torch.stack([(placed * (word == index)).sum(dim=(4, 5, 6, 7), dtype=torch.int32) for index in range(bits)], dim=-1)
-    parts = low.view(tiles, words.shape[1], -1), words.view(torch.uint8).view(tiles, words.shape[1], -1)
-    return torch.cat(parts, dim=-1).view(tiles, -1)
-
-
-def _packed(values: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return values in the layout of ``trt_kvcache/kernels/packed_layout.py``."""
-    tiles, fragments = len(values) // FRAGMENT_OUTPUTS, values.shape[1] // FRAGMENT_INPUTS
-    if kind == "int8":
-        stored = values.contiguous().view(torch.uint8).view(tiles, 2, 8, fragments, 2, 4, 8).permute(0, 3, 4, 2, 5, 1, 6)
-    else:
-        split = values.contiguous().view(tiles, 2, 8, fragments, 2, 4, 2, 2, 2)
-        stored = (split[..., 0, :] | split[..., 1, :] << 4).permute(0, 3, 2, 5, 1, 4, 7, 6)
-    return stored.reshape(tiles, -1)
-
-
-def _of_tiles(of_groups: torch.Tensor) -> torch.Tensor:
-    """Return scales or zero points ``[outputs, groups, 1]`` in the same layout."""
-    tiles = len(of_groups) // FRAGMENT_OUTPUTS
-    return of_groups.reshape(tiles, 2, 8, -1).permute(0, 3, 2, 1).contiguous()

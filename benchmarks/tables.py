@@ -519,8 +519,10 @@ def _experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in of_table(content["rows"]):
         if row["launch"] != "both":
             continue
-        what = f"chosen experts of a layer of {row['model']}, {row['rows']} row(s): share of the copy bandwidth; time of torch / time"
-        value = f"{row['of_copy']['ours']:.2f}; {row['us']['torch'] / row['us']['engine']:.1f}"
+        what = f"chosen experts of a layer of {row['model']} in {row['format']}, {row['rows']} row(s): share of the copy bandwidth"
+        value = f"{row['of_copy']['ours']:.2f}"
+        if "torch" in row["us"]:
+            what, value = f"{what}; time of torch / time", f"{value}; {row['us']['torch'] / row['us']['engine']:.1f}"
         yield what, value, f"at least {content['limits']['of_copy']}" if row["mb"] >= content["limits"]["mb"] else ""
 
 
@@ -548,7 +550,16 @@ def _serving_load(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"{at}: ITL, p50 and p99; of the session", f"{times[0]} ms; {times[1]} ms", most
 
 
+def _opening(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in content["rows"]:
+        start, first = row["start"], row["first_start"]
+        limit = f"copy of the file: {row['limit_seconds']:.2f} s" if "limit_seconds" in row else ""
+        at = f"{row['model']}, {row['format']}: from the start of Python to the model; to a first token; the same with kernels to compile"
+        yield at, f"{start['opened']:.1f}; {start['first_token']:.1f}; {first['first_token']:.1f} s", limit
+
+
 _FILES = {
+    "opening": _opening,
     "host_step": _host_step,
     "sampling": _sampling,
     "sampling_gpu": _sampling_gpu,

@@ -85,7 +85,10 @@ def measured_shares() -> Iterator[tuple[str, str, list[float], str]]:
         if rows:
             yield "`linear`", variant, [row["of_copy"]["ours"] for row in rows], "linear"
     experts = [row for row in of_table(read("experts")["rows"]) if row["launch"] == "both" and row["mb"] >= LEAST_MB]
-    yield "`linear_experts`", "1 to 8 rows, both products", [row["of_copy"]["ours"] for row in experts], "experts"
+    for stored in dict.fromkeys(row["format"] for row in experts):
+        source = "`linear_experts`" if stored == "bfloat16" else "`linear_packed_experts`"
+        shares = [row["of_copy"]["ours"] for row in experts if row["format"] == stored]
+        yield source, f"{stored}, 1 to 8 rows, both products", shares, "experts"
     states = of_table(read("states")["rows"])
     for layer, kernel in (("conv", "causal_conv1d_update"), ("mamba2", "mamba2_update"), ("delta_rule", "delta_rule_update")):
         rows = [row for row in states if row["layer"] == layer and row["width"] == 1 and 2 * row["state_mb"] >= LEAST_MB]

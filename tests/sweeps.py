@@ -34,5 +34,14 @@ def each_once(cases: Iterable[Any], values: Sequence[Any]) -> list[Any]:
     ]
 
 
+def some(cases: Iterable[Any], count: int) -> list[Any]:
+    """Return cases, of which so many, evenly spread, are without a further mark; the others are slow."""
+    params = [_param(case) for case in cases]
+    chosen = {index * len(params) // count for index in range(count)}
+    return [
+        pytest.param(*one.values, marks=[*one.marks, *([] if index in chosen else [pytest.mark.slow])]) for index, one in enumerate(params)
+    ]
+
+
 def _param(case: Any) -> Any:
     return case if isinstance(case, _Params) else pytest.param(*(case if isinstance(case, tuple) else (case,)))

@@ -21,6 +21,10 @@ constexpr int kRowBytes = 2 * kHeadDim;
 constexpr int kRowWords = kHeadDim / 2;
 constexpr int kRowChunks = kHeadDim / 8;
 
+// Warps of a prefill block that divide the columns of a row: 256 columns of 16 rows of output take 128 registers.
+// trt_kvcache/kernels/attention_tiles.py has the same number.
+constexpr int kColumnWarps = kHeadDim > 256 ? 2 : 1, kWarpColumns = kHeadDim / kColumnWarps;
+
 // A row of the cache: quantized values have 8 bits, so a chunk holds sixteen.
 constexpr int kStoredRowBytes = kQuantized ? kHeadDim : kRowBytes;
 constexpr int kStoredRowChunks = kStoredRowBytes / 16;

@@ -82,32 +82,32 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
      static_cast<int>(rotary_dim), {factor, inverse_softcap}, {sinks}, out, partials, SCALES}
 // clang-format on
 
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16)
+extern "C" __global__ void __launch_bounds__(32 * kColumnWarps * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16)
     attention_prefill_16(PARAMETERS) {
     Prefill<!kQuantized, WARPGROUPS_16, ROW_WARPS_16, KEY_WARPS_16, ROW_TILES_16, TILE_KEYS_16, STAGES_16,
             MIN_TILES_16>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_32 * KEY_WARPS_32, BLOCKS_PER_SM_32)
+extern "C" __global__ void __launch_bounds__(32 * kColumnWarps * ROW_WARPS_32 * KEY_WARPS_32, BLOCKS_PER_SM_32)
     attention_prefill_32(PARAMETERS) {
     Prefill<!kQuantized, WARPGROUPS_32, ROW_WARPS_32, KEY_WARPS_32, ROW_TILES_32, TILE_KEYS_32, STAGES_32,
             MIN_TILES_32>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_64 * KEY_WARPS_64, BLOCKS_PER_SM_64)
+extern "C" __global__ void __launch_bounds__(32 * kColumnWarps * ROW_WARPS_64 * KEY_WARPS_64, BLOCKS_PER_SM_64)
     attention_prefill_64(PARAMETERS) {
     Prefill<!kQuantized, WARPGROUPS_64, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64,
             MIN_TILES_64>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_SHORT * KEY_WARPS_SHORT, BLOCKS_PER_SM_SHORT)
+extern "C" __global__ void __launch_bounds__(32 * kColumnWarps * ROW_WARPS_SHORT * KEY_WARPS_SHORT, BLOCKS_PER_SM_SHORT)
     attention_prefill_short(PARAMETERS) {
     Prefill<false, WARPGROUPS_SHORT, ROW_WARPS_SHORT, KEY_WARPS_SHORT, ROW_TILES_SHORT, TILE_KEYS_SHORT, STAGES_SHORT,
             MIN_TILES_SHORT>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WIDE * KEY_WARPS_WIDE, BLOCKS_PER_SM_WIDE)
+extern "C" __global__ void __launch_bounds__(32 * kColumnWarps * ROW_WARPS_WIDE * KEY_WARPS_WIDE, BLOCKS_PER_SM_WIDE)
     attention_prefill_wide(PARAMETERS) {
     Prefill<false, WARPGROUPS_WIDE, ROW_WARPS_WIDE, KEY_WARPS_WIDE, ROW_TILES_WIDE, TILE_KEYS_WIDE, STAGES_WIDE,
             MIN_TILES_WIDE>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WHOLE * KEY_WARPS_WHOLE, BLOCKS_PER_SM_WHOLE)
+extern "C" __global__ void __launch_bounds__(32 * kColumnWarps * ROW_WARPS_WHOLE * KEY_WARPS_WHOLE, BLOCKS_PER_SM_WHOLE)
     attention_prefill_whole(PARAMETERS) {
     Prefill<false, WARPGROUPS_WHOLE, ROW_WARPS_WHOLE, KEY_WARPS_WHOLE, ROW_TILES_WHOLE, TILE_KEYS_WHOLE, STAGES_WHOLE,
             MIN_TILES_WHOLE>::run<false>(ARGUMENTS);

@@ -21,6 +21,7 @@
 //               the kernel it holds the fragments of the warps (and then what other blocks published), and behind them
 //               the fragments that this block merges.
 //     scales    of the tiles of a quantized cache.
+//     sums      of products that warps have over some of the columns, if they divide these (kColumnWarps).
 #pragma once
 
 #include "attention/prefill_new_rows.cuh"
@@ -34,13 +35,13 @@
 #include "attention/split_kv_reduce.cuh"
 #include "dependent_launch.cuh"
 
-// The sizes of a variant of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16
-// rows and kWarpKeys of each kTileKeys keys. kWarpgroups: four of them, with 64 rows and the same keys, multiply
-// together.
+// The sizes of a variant of the kernel, and its steps. Warps are kRowWarps x kKeyWarps x kColumnWarps: each has kRowTiles
+// times 16 rows, kWarpKeys of each kTileKeys keys and kWarpColumns of the columns. kWarpgroups: four of them, with 64
+// rows and the same keys, multiply together.
 template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages,
           int kMinTilesPerSplit>
 struct Prefill {
-    static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles,
+    static constexpr int kThreads = 32 * kColumnWarps * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles,
                          kBlockRows = kRowWarps * kWarpRows;
     // Two warpgroups that have the same rows have rings of their own, and so different tiles; else warps divide the
     // keys of each tile.
@@ -62,7 +63,7 @@ struct Prefill {
     using Results = PrefillResults<Tiles, kWarpgroups, kRowWarps, kKeyWarps, kRowTiles, kStagingBytes>;
     using Partial = typename Results::Partial;
     static constexpr int kGroupRows = kWarpgroups ? 64 : kWarpRows;  // of the warps that compute together
-    static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0),
+    static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0 && kColumnWarps == 1),
                   "whole warpgroups and panels");
     // True if the next tile is filled while the tensor cores are busy. Two blocks of eight warps leave too few
     // registers for it.
@@ -184,8 +185,9 @@ struct Prefill {
         // and then computes scores, probabilities and output of one tile.
         __device__ __forceinline__ void run_by_warps() const {
             const int lane = threadIdx.x % 32;
+            const int first_chunk = column_warp() * (kWarpColumns / 8);
             const LdmatrixAddress query_rows(shared_address(queries + row_warp() * kWarpRows * kRowBytes), lane % 16,
-                                             lane / 16);
+                                             first_chunk + lane / 16);
             for (int tile = ring.start(); work.has(tile); tile = ring.after(tile)) {
                 ring.wait();  // for this tile
                 ring.barrier();
@@ -194,10 +196,14 @@ struct Prefill {
                 ring.advance(tile);
                 const Keys keys = keys_of(tile);
                 if (!sees(keys)) continue;
-                const LdmatrixAddress key_tile(tile_keys, lane % 8 + lane / 16 * 8, lane / 8 % 2),
-                    value_tile(tile_keys + kTileBytes, lane % 16, lane / 16);
+                const LdmatrixAddress key_tile(tile_keys, lane % 8 + lane / 16 * 8, first_chunk + lane / 8 % 2),
+                    value_tile(tile_keys + kTileBytes, lane % 16, first_chunk + lane / 16);
                 Scores scores = {};
                 scores.add_products(query_rows, key_tile);
+                if constexpr (kColumnWarps > 1) {
+                    const int pair = threadIdx.x / 32 % (kRowWarps * kKeyWarps);
+                    scores.add_other_columns(ring.column_sums() + pair * Scores::kSumBytes, column_warp(), 1 + pair);
+                }
                 typename Output::RowScales row_scales;
                 to_probabilities(scores, keys, scales, row_scales);
                 output.add_products(scores, value_tile);
@@ -208,8 +214,10 @@ struct Prefill {
         static __device__ __forceinline__ int row_warp() { return threadIdx.x / 32 % kRowWarps; }
         // The first key of this warp, counted from the start of a tile.
         static __device__ __forceinline__ int warp_key() {
-            return kRings < kKeyWarps ? static_cast<int>(threadIdx.x) / 32 / kRowWarps * kWarpKeys : 0;
+            const int warp = static_cast<int>(threadIdx.x) / 32 / kRowWarps;
+            return kRings < kKeyWarps ? (kColumnWarps > 1 ? warp % kKeyWarps : warp) * kWarpKeys : 0;
         }
+        static __device__ __forceinline__ int column_warp() { return Results::column_warp(); }
         __device__ __forceinline__ SharedAddress keys_address(int tile) const {
             return shared_address(ring.tile(tile)) + warp_key() * (kWarpgroups ? 128 : kRowBytes);
         }

@@ -74,7 +74,7 @@ struct PrefillOutput {
                 pack_a_fragment(Element{}, a[m], probabilities.fragments[m][2 * j],
                                 probabilities.fragments[m][2 * j + 1]);
 #pragma unroll
-            for (int d = 0; d < kHeadDim / 16; d++) {
+            for (int d = 0; d < kWarpColumns / 16; d++) {
                 unsigned b[4];
                 ldmatrix_x4_trans(b, value_tile(d, 16 * j));
 #pragma unroll

@@ -15,10 +15,13 @@ struct PrefillResults {
     using Rows = typename Tiles::Rows;
     using State = SoftmaxState<16>[kRowTiles];
     using Partial = PartialState<2>;
-    static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles,
+    static constexpr int kThreads = 32 * kColumnWarps * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles,
                          kBlockRows = kRowWarps * kWarpRows;
     // 16 columns in fragments, and fragments that are handed on
     static constexpr int kColumns = kFragmentsPerRow<1>, kRowFragments = kFragmentsPerRow<2>;
+    // the same of a warp
+    static constexpr int kOwnColumns = kColumns / kColumnWarps,
+                         kOwnFragments = (kRowFragments + kColumnWarps - 1) / kColumnWarps;
     static_assert(kKeyWarps == 1 || kWarpgroups || kStagingBytes >= kKeyWarps * kBlockRows * (kColumns * 64 + 8),
                   "the ring also holds the results of all warps");
     static_assert(!kWarpgroups || kKeyWarps <= 2, "two warpgroups exchange halves of their rows");
@@ -39,8 +42,13 @@ struct PrefillResults {
         return reciprocal_approx(whole) * params.value_scale;
     }
 
-    // A destination of the results of a row block takes one vector of a fragment at a time, or a whole row of which each
-    // lane of a quad has a vector of each fragment.
+    // Which of the warps that divide the columns this one is.
+    static __device__ __forceinline__ int column_warp() {
+        return kColumnWarps > 1 ? static_cast<int>(threadIdx.x) / 32 / (kRowWarps * kKeyWarps) : 0;
+    }
+
+    // A destination of the results of a row block takes one vector of a fragment at a time, or this warp's columns of a
+    // row of which each lane of a quad has a vector of each fragment.
     // Results go to the output.
     struct ToOutput {
         const PrefillParams& params;
@@ -61,9 +69,10 @@ struct PrefillResults {
                 to[8 * h + 4] = pack(Element{}, {state.values[h].z * factor, state.values[h].w * factor});
             }
         }
-        __device__ __forceinline__ void row(int row, const Partial (&fragments)[kRowFragments], float) const {
+        __device__ __forceinline__ void row(int row, const Partial (&fragments)[kOwnFragments], float) const {
 #pragma unroll
-            for (int s = 0; s < kRowFragments; s++) vector(row * kRowFragments + s, threadIdx.x % 4, fragments[s]);
+            for (int s = 0; s < kOwnFragments; s++)
+                vector(row * kRowFragments + column_warp() * kOwnFragments + s, threadIdx.x % 4, fragments[s]);
         }
     };
     // Results go to the blocks that merge them.
@@ -73,8 +82,8 @@ struct PrefillResults {
         __device__ __forceinline__ void vector(int fragment, int vector, const Partial& state, float largest) const {
             reduce.publish(fragment, vector, state, largest, false);
         }
-        __device__ __forceinline__ void row(int row, const Partial (&fragments)[kRowFragments], float largest) const {
-            reduce.publish_row(row, fragments, largest);
+        __device__ __forceinline__ void row(int row, const Partial (&fragments)[kOwnFragments], float largest) const {
+            reduce.publish_row(row, column_warp() * kOwnFragments, fragments, largest);
         }
     };
 
@@ -82,7 +91,8 @@ struct PrefillResults {
     // memory, so that it is stored in chunks of 16 bytes.
     static __device__ __forceinline__ void store_rows(const State& state, unsigned char* queries,
                                                       const PrefillParams& params, const Rows& rows, int kv_head) {
-        const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - column_warp() * kRowWarps,
+                  warp_row = warp * kWarpRows, first_chunk = column_warp() * (kWarpColumns / 8);
         __syncwarp();
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
@@ -92,8 +102,9 @@ struct PrefillResults {
                 const float factor =
                     output_factor(params, rows, kv_head, row, quad_sum(state[m].sums[i]), state[m].maxima[i]);
 #pragma unroll
-                for (int d = 0; d < kHeadDim / 8; d++) {
-                    *reinterpret_cast<unsigned*>(queries + Tiles::QueryLayout::offset(row, d) + lane % 4 * 4) =
+                for (int d = 0; d < kWarpColumns / 8; d++) {
+                    *reinterpret_cast<unsigned*>(queries + Tiles::QueryLayout::offset(row, first_chunk + d)
+                                                 + lane % 4 * 4) =
                         pack(Element{}, {state[m].output[d][2 * i] * factor, state[m].output[d][2 * i + 1] * factor});
                 }
             }
@@ -101,8 +112,8 @@ struct PrefillResults {
         __syncwarp();
         const int live = min(kWarpRows, rows.rows - warp_row);
 #pragma unroll 1
-        for (int x = lane; x < live * kRowChunks; x += 32) {
-            const int row = warp_row + x / kRowChunks, chunk = x % kRowChunks;
+        for (int x = lane; x < live * (kWarpColumns / 8); x += 32) {
+            const int row = warp_row + x / (kWarpColumns / 8), chunk = first_chunk + x % (kWarpColumns / 8);
             *reinterpret_cast<uint4*>(output_row(params, rows, kv_head, row) + chunk * 16) =
                 *reinterpret_cast<const uint4*>(queries + Tiles::QueryLayout::offset(row, chunk));
         }
@@ -159,11 +170,11 @@ struct PrefillResults {
 
     // Emits a row, of whose fragments the lanes of a quad have a vector each. For whole warps.
     template <class Emit>
-    static __device__ __forceinline__ void emit_row(Partial (&parts)[kRowFragments], float maximum, float sum, int row,
+    static __device__ __forceinline__ void emit_row(Partial (&parts)[kOwnFragments], float maximum, float sum, int row,
                                                     bool is_live, const Emit& emit) {
         float largest = 0;
 #pragma unroll
-        for (int s = 0; s < kRowFragments; s++) {
+        for (int s = 0; s < kOwnFragments; s++) {
             largest = parts[s].largest(largest);
             parts[s].maximum = maximum;
             parts[s].sum = sum;
@@ -181,8 +192,8 @@ struct PrefillResults {
             exchange_halves(state, ring, rows, factor, emit);
             return;
         }
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps,
-                  key_warp = warp / kRowWarps;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - column_warp() * kRowWarps * kKeyWarps,
+                  row_warp = warp % kRowWarps, key_warp = warp / kRowWarps;
         constexpr int kVectors = kBlockRows * kColumns * 4;
         float4* const values = reinterpret_cast<float4*>(ring);  // [kKeyWarps][kBlockRows][kColumns][4]
         float2* const totals = reinterpret_cast<float2*>(values + kKeyWarps * kVectors);
@@ -195,15 +206,18 @@ struct PrefillResults {
                 const int row = row_warp * kWarpRows + 16 * m + 8 * i + lane / 4;
                 if (row - lane / 4 >= rows.rows) continue;  // all rows of the warp
                 if constexpr (kKeyWarps == 1) {
-                    Partial parts[kRowFragments];
+                    Partial parts[kOwnFragments];
 #pragma unroll
-                    for (int s = 0; s < kColumns; s++) parts[s / 2].values[s % 2] = vector_of(state[m], s, i);
+                    for (int s = 0; s < kOwnColumns; s++) parts[s / 2].values[s % 2] = vector_of(state[m], s, i);
                     emit_row(parts, state[m].maxima[i], sum, row, row < rows.rows, emit);
                 } else {
 #pragma unroll
-                    for (int s = 0; s < kColumns; s++)
-                        values[key_warp * kVectors + (row * kColumns + s) * 4 + lane % 4] = vector_of(state[m], s, i);
-                    if (lane % 4 == 0) totals[key_warp * kBlockRows + row] = {state[m].maxima[i], sum};
+                    for (int s = 0; s < kOwnColumns; s++)
+                        values[key_warp * kVectors + (row * kColumns + column_warp() * kOwnColumns + s) * 4
+                               + lane % 4] = vector_of(state[m], s, i);
+                    // the same from all warps that divide the columns
+                    if (lane % 4 == 0 && column_warp() == 0)
+                        totals[key_warp * kBlockRows + row] = {state[m].maxima[i], sum};
                 }
             }
         }

@@ -4,6 +4,7 @@
 #include "attention/mma.cuh"
 #include "attention/softmax_state.cuh"
 #include "attention/swizzle.cuh"
+#include "attention/thread_barrier.cuh"
 #include "attention/warpgroup.cuh"
 
 // Tiles: PrefillTiles, whose layouts queries and keys have.
@@ -23,10 +24,10 @@ struct PrefillScores {
         }
     }
 
-    // Adds the products of queries and keys.
+    // Adds the products of queries and keys, over the columns of this warp.
     __device__ __forceinline__ void add_products(const LdmatrixAddress& queries, const LdmatrixAddress& key_tile) {
 #pragma unroll
-        for (int d = 0; d < kHeadDim / 16; d++) {
+        for (int d = 0; d < kWarpColumns / 16; d++) {
             unsigned a[kRowTiles][4];
 #pragma unroll
             for (int m = 0; m < kRowTiles; m++) ldmatrix_x4(a[m], queries(d, 16 * m));
@@ -40,6 +41,36 @@ struct PrefillScores {
                     mma_m16n8k16(Element{}, fragments[m][2 * j + 1], a[m], b[2], b[3]);
                 }
             }
+        }
+    }
+
+    // Adds up the products of the two warps that divide the columns: both get the same scores. sums: their shared memory,
+    // kSumBytes; they alone meet at the barrier of this number.
+    static constexpr int kSumBytes = 16 * kRowTiles * kWarpKeys * static_cast<int>(sizeof(float));
+    __device__ __forceinline__ void add_other_columns(unsigned char* sums, int column_warp, int barrier) {
+        float4* const place = reinterpret_cast<float4*>(sums) + threadIdx.x % 32;
+        const auto each = [&](auto use) {
+#pragma unroll
+            for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+                for (int j = 0; j < kWarpKeys / 8; j++) use(fragments[m][j], place[(m * (kWarpKeys / 8) + j) * 32]);
+            }
+        };
+        if (column_warp == 1) each([](float (&own)[4], float4& at) { at = {own[0], own[1], own[2], own[3]}; });
+        barrier_of_threads(barrier, 64);
+        if (column_warp == 0) {
+            each([](float (&own)[4], float4& at) {
+                const float4 other = at;
+                own[0] += other.x, own[1] += other.y, own[2] += other.z, own[3] += other.w;
+                at = {own[0], own[1], own[2], own[3]};
+            });
+        }
+        barrier_of_threads(barrier, 64);
+        if (column_warp == 1) {
+            each([](float (&own)[4], float4& at) {
+                const float4 both = at;
+                own[0] = both.x, own[1] = both.y, own[2] = both.z, own[3] = both.w;
+            });
         }
     }
 

@@ -48,13 +48,13 @@ struct ScoreTransform {
 // i + 1 of a fragment belong to it.
 template <int kRows>
 struct SoftmaxState {
-    float output[kHeadDim / 8][4];
+    float output[kWarpColumns / 8][4];
     float maxima[kRows / 8];  // the same in all lanes of a quad
     float sums[kRows / 8];    // of this lane's columns; the row's sum is that of the quad
 
     __device__ __forceinline__ void reset() {
 #pragma unroll
-        for (int d = 0; d < kHeadDim / 8; d++) {
+        for (int d = 0; d < kWarpColumns / 8; d++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) output[d][e] = 0;
         }
@@ -93,7 +93,7 @@ struct SoftmaxState {
     }
     __device__ __forceinline__ void scale_output(int i, float scale) {
 #pragma unroll
-        for (int d = 0; d < kHeadDim / 8; d++) {
+        for (int d = 0; d < kWarpColumns / 8; d++) {
             output[d][2 * i] *= scale;
             output[d][2 * i + 1] *= scale;
         }

@@ -214,13 +214,15 @@ struct SplitKVReduce {
         }
     }
 
-    // The same for a row, of whose fragments the lanes of a quad have a vector each; the row has one maximum, sum and
-    // unit. For whole warps.
+    // The same for a row, of whose fragments the lanes of a quad have a vector each; they have one maximum, sum and unit.
+    // If several warps divide the columns, this one has the fragments from `first_fragment` of the row on. For whole warps.
     template <int kRowFragments>
-    __device__ __forceinline__ void publish_row(int row, const PartialState<kHalves> (&fragments)[kRowFragments],
+    __device__ __forceinline__ void publish_row(int row, int first_fragment,
+                                                const PartialState<kHalves> (&fragments)[kRowFragments],
                                                 float largest) const {
-        static_assert(kPacked && kRowFragments == kFragmentsPerRow<kHalves>, "rows are handed on whole, or kept");
-        const int first = row * kRowFragments, lane = threadIdx.x % 4;
+        static_assert(kPacked && kRowFragments * kColumnWarps == kFragmentsPerRow<kHalves>,
+                      "rows are handed on whole, or kept");
+        const int first = row * kFragmentsPerRow<kHalves> + first_fragment, lane = threadIdx.x % 4;
         const bool is_own = first >= begin && first < end;
         float4* const to = (is_own ? own : partials_of(blockIdx.x)) + first * kFragmentVectors;
         const float unit = packed_unit(largest);

@@ -14,7 +14,8 @@ struct OutputTile {
 
     // Start of row `row` of the kTiles * kTileOutputs rows of W of a tile. Rows after the last one are replaced by the
     // last one, so nothing else is loaded for them.
-    static __device__ __forceinline__ const unsigned char* weight_row(const DenseParams& params, int tile, int row) {
+    template <class Params>
+    static __device__ __forceinline__ const unsigned char* weight_row(const Params& params, int tile, int row) {
         const int column = min(row % kOutputs, params.tile_outputs - 1);
         const int output =
             min(tile * params.tile_outputs + column, params.outputs - 1) + row / kOutputs * params.outputs;

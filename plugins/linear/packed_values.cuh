@@ -6,12 +6,14 @@
 //
 //     Int4   one vector: word 2i + h has row g + 8i of half h. Inputs 2k and 2k + 1 of the 8 are nibbles k and k + 4, 0
 //            to 15. As the mantissa of 1024 (float16) or 128 (bfloat16) they are elements
+//     E2m1   the same nibbles, of a sign, two bits of an exponent and one of a mantissa. In their places in an element they
+//            are 2^14 (float16) or 2^126 (bfloat16) times too small, as subnormal numbers too
 //     Int8   a vector for each half: words 2i and 2i + 1 have row g + 8i, four inputs each, in order
 //
 // The difference is exact in an element, for it has at most 8 bits. So is its product with a scale in a fused
 // multiply-add that rounds once:
 //
-//     Scale is Element          one product of two elements
+//     Scale is Element          one product of two elements; the same for E8m0 with BFloat16
 //     Float16, for BFloat16     4 bits: the scale is the sum of two elements of 8 and 3 bits. The product with the second
 //                               has at most 7 bits: it is exact, and is added to the product with the first
 //     all others                in float32, which holds products of 8 and 16 bits exactly
@@ -22,6 +24,8 @@
 #include "load_once.cuh"
 
 struct Int4 {};
+struct E2m1 {};
+struct E8m0 {};  // an exponent of a power of two, as in bfloat16
 struct Float32 {};
 
 using Stored = STORED;
@@ -33,15 +37,22 @@ template <class A>
 constexpr bool kIsSame<A, A> = true;
 
 // Vectors of 16 bytes of a lane for a fragment; bytes of a vector of all lanes, and of a fragment.
-constexpr int kVectors = kIsSame<Stored, Int4> ? 1 : 2, kVectorBytes = 32 * 16,
+constexpr int kVectors = kIsSame<Stored, Int8> ? 2 : 1, kVectorBytes = 32 * 16,
               kFragmentBytes = kVectors * kVectorBytes;
 
 constexpr unsigned kMinusZero = 0x80008000, kSigns = 0x80008000;
 
-template <class Type>
-constexpr unsigned kOne = 0x3F803F80;
+// What a number that quantized_values gives is multiplied with: 1, or with E2m1 2^126 or 2^14.
+template <class Type, class From>
+constexpr unsigned kUnit = 0x3F803F80;
 template <>
-constexpr unsigned kOne<Float16> = 0x3C003C00;
+constexpr unsigned kUnit<Float16, Int4> = 0x3C003C00;
+template <>
+constexpr unsigned kUnit<Float16, Int8> = 0x3C003C00;
+template <>
+constexpr unsigned kUnit<BFloat16, E2m1> = 0x7E807E80;
+template <>
+constexpr unsigned kUnit<Float16, E2m1> = 0x74007400;
 
 // 1024 or 128, whose last bits have room for 4 bits.
 template <class Type>
@@ -61,6 +72,18 @@ __device__ __forceinline__ uint4 quantized_values(Type, Int4, const uint4 (&vect
     return {pair(0), pair(1), pair(2), pair(3)};
 }
 template <class Type>
+__device__ __forceinline__ uint4 quantized_values(Type, E2m1, const uint4 (&vectors)[1], int i, int half) {
+    constexpr int kShift =
+        kIsSame<Type, Float16> ? 3 : 6;  // from the bits behind the sign to the last ones of the exponent
+    constexpr unsigned kMagnitude = 0x70007000 >> kShift;
+    const unsigned word = word_of(vectors[0], 2 * i + half);
+    const auto pair = [=](int k) {
+        const unsigned high = word << (12 - 4 * k);
+        return (high & kSigns) | (high >> kShift & kMagnitude);
+    };
+    return {pair(0), pair(1), pair(2), pair(3)};
+}
+template <class Type>
 __device__ __forceinline__ uint4 quantized_values(Type, Int8, const uint4 (&vectors)[2], int i, int half) {
     const uint2 first = widen_in_order(Type{}, Int8{}, word_of(vectors[half], 2 * i)),
                 second = widen_in_order(Type{}, Int8{}, word_of(vectors[half], 2 * i + 1));
@@ -75,6 +98,11 @@ __device__ __forceinline__ unsigned minus_zero_point(Type, Int4, unsigned zero_p
 template <class Type>
 __device__ __forceinline__ unsigned minus_zero_point(Type, Int8, unsigned zero_point) {
     return widen_in_order(Type{}, Int8{}, zero_point * 0x01010101).x ^ kSigns;
+}
+
+template <class Type>
+__device__ __forceinline__ unsigned minus_zero_point(Type, E2m1, unsigned) {
+    return kMinusZero;
 }
 
 // The zero point of weights that have none.
@@ -99,10 +127,25 @@ struct RowScales<Float32> {
     __device__ __forceinline__ float value(int i) const { return i ? values.y : values.x; }
 };
 
+template <>
+struct RowScales<E8m0> {
+    unsigned short bytes;
+
+    __device__ __forceinline__ unsigned pair(int i) const { return (bits(i) >> 16) * 0x00010001; }
+    __device__ __forceinline__ float value(int i) const { return __uint_as_float(bits(i)); }
+
+private:
+    // Of a float: 2^-127 is a subnormal one.
+    __device__ __forceinline__ unsigned bits(int i) const {
+        const unsigned exponent = bytes >> (8 * i) & 0xFF;
+        return exponent ? exponent << 23 : 0x00400000;
+    }
+};
+
 // Multiplies differences of a row with its scale.
 template <class Type>
 class Scaling {
-    static constexpr bool kIsOwn = kIsSame<Type, Element>,
+    static constexpr bool kIsOwn = kIsSame<Type, Element> || (kIsSame<Type, E8m0> && kIsSame<Element, BFloat16>),
                           kIsSplit = !kIsOwn && kIsSame<Type, Float16> && kIsSame<Stored, Int4>;
 
 public:
@@ -150,7 +193,7 @@ struct PackedFragment {
         const unsigned minus = minus_zero_point(Element{}, Stored{}, zero_point);
         const Scaling<Scale> scaling(scales[half], i);
         const auto weights = [&](unsigned pair) {
-            return scaling.of(multiply_add(Element{}, pair, kOne<Element>, minus));
+            return scaling.of(multiply_add(Element{}, pair, kUnit<Element, Stored>, minus));
         };
         return {weights(values.x), weights(values.y), weights(values.z), weights(values.w)};
     }

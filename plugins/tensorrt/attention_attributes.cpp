@@ -16,7 +16,7 @@ using nvinfer1::PluginFieldType;
 namespace trt_kvcache {
 namespace {
 
-constexpr int32_t kMaxGroup = 16, kRotaryDimStep = 4, kHeadDims[] = {64, 80, 96, 128, 256};
+constexpr int32_t kMaxGroup = 16, kRotaryDimStep = 4, kHeadDims[] = {64, 80, 96, 128, 256, 512};
 constexpr double kMinScoreFactor = 1e-6, kMaxScoreFactor = 1e6;
 
 // A field is an integer or a real number of the attributes.
@@ -84,7 +84,7 @@ void check(AttentionAttributes const& attributes) {
                       " K/V heads.");
     }
     if (std::find(std::begin(kHeadDims), std::end(kHeadDims), head_dim) == std::end(kHeadDims)) {
-        throw_invalid("head_dim: expected one of 64, 80, 96, 128, 256, got ", head_dim, ".");
+        throw_invalid("head_dim: expected one of 64, 80, 96, 128, 256, 512, got ", head_dim, ".");
     }
     if (attributes.rotary_dim % kRotaryDimStep != 0 || attributes.rotary_dim > head_dim) {
         throw_invalid("rotary_dim: expected a multiple of ", kRotaryDimStep, " from 0 to ", head_dim, ", got ",

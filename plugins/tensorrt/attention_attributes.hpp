@@ -15,7 +15,7 @@ enum KVScales : int32_t { kPerHead = 1, kPerToken = 2 };
 struct AttentionAttributes {
     int32_t num_heads = 0;  // 1 to 16 query heads share a K/V head
     int32_t num_kv_heads = 0;
-    int32_t head_dim = 0;    // 64, 80, 96, 128 or 256
+    int32_t head_dim = 0;    // 64, 80, 96, 128, 256 or 512
     double scale = 0;        // of the scores q k; 0: 1 / sqrt(head_dim)
     int32_t window = 0;      // tokens that a token attends to, itself included; 0: all
     double softcap = 0;      // 0: none

@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
 from trt_kvcache.kernels.attention_tiles import (
+    DECODE_HEAD_DIMS,
     DECODE_ROWS,
     ELEMENT_TYPES,
     HEAD_DIMS,
@@ -32,7 +33,7 @@ from trt_kvcache.kernels.attention_tiles import (
 )
 from trt_kvcache.kernels.compile import ARCHITECTURES, cubin
 from trt_kvcache.kernels.ptx import kernel_ptx
-from trt_kvcache.kernels.source_variants import TILES, variant_name
+from trt_kvcache.kernels.source_variants import TILES, head_dims_of, variant_name
 
 #: Dtype of q and head dim of each variant.
 VARIANTS = [f"{dtype}-{head_dim}" for dtype in ELEMENT_TYPES for head_dim in HEAD_DIMS]
@@ -81,8 +82,9 @@ class Kernels(NamedTuple):
 
     @property
     def sources(self) -> list[str]:
-        """Names of the compiled sources: of decode steps, of a few new tokens, of prefill."""
-        return [variant_name(source, self.dtype, self.head_dim, self.kv_dtype) for source in TILES]
+        """Names of the compiled sources: of decode steps, of a few new tokens, of prefill; of large heads the last alone."""
+        sources = [source for source in TILES if self.head_dim in head_dims_of(source)]
+        return [variant_name(source, self.dtype, self.head_dim, self.kv_dtype) for source in sources]
 
 
 def write(kernels: Sequence[Kernels], code: Sequence[bytes], folder: Path) -> None:
@@ -94,8 +96,8 @@ def write(kernels: Sequence[Kernels], code: Sequence[bytes], folder: Path) -> No
         path.write_bytes(content)
     images = "".join(_IMAGE.format(symbol=symbol, path=path) for symbol, path in zip(symbols, paths, strict=True))
     (folder / "kernels.S").write_text(f'    .section .rodata\n{images}    .section .note.GNU-stack,"",%progbits\n')
-    count = len(TILES)
-    rows = [_row(one, symbols[count * index : count * (index + 1)]) for index, one in enumerate(kernels)]
+    rest = iter(symbols)
+    rows = [_row(one, list(islice(rest, len(one.sources)))) for one in kernels]
     declarations = "\n".join(f"extern unsigned char const {symbol}[];" for symbol in symbols)
     (folder / "kernels.cpp").write_text(_TABLE.format(declarations=declarations, rows="\n".join(rows), count=len(rows)))
 
@@ -119,12 +121,15 @@ def _row(kernels: Kernels, symbols: Sequence[str]) -> str:
     """Return a row of the table: an ``AttentionKernels``."""
     arch, dtype, head_dim, kv_dtype, is_ptx = kernels
     quantized = kv_dtype is not None
-    decode = _decode_tiles(decode_tiles(head_dim, arch, quantized=quantized), head_dim, quantized)
-    few = _decode_tiles(few_tiles(head_dim, arch, quantized=quantized), head_dim, quantized)
+    decode = few = "{}"
+    if head_dim in DECODE_HEAD_DIMS:
+        decode = _decode_tiles(decode_tiles(head_dim, arch, quantized=quantized), head_dim, quantized)
+        few = _decode_tiles(few_tiles(head_dim, arch, quantized=quantized), head_dim, quantized)
+    images = [*["nullptr"] * (len(TILES) - len(symbols)), *symbols]
     prefill = _braces(*(_prefill_tiles(head_dim, arch, variant, quantized) for variant in PREFILL_VARIANTS))
     names = f'{arch_number(arch)}, {_bool(is_ptx)}, "{dtype}", {head_dim}, ' + (f'"{kv_dtype}"' if quantized else "nullptr")
     early = _bool(arch_number(arch) >= MIN_PDL_ARCH)
-    return f"    {{{names}, {early},\n     {decode}, {few},\n     {prefill},\n     {', '.join(symbols)}}},"
+    return f"    {{{names}, {early},\n     {decode}, {few},\n     {prefill},\n     {', '.join(images)}}},"
 
 
 def _decode_tiles(tiles: dict[str, int], head_dim: int, quantized: bool) -> str:

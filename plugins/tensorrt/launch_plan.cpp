@@ -56,6 +56,7 @@ bool plan_decode(AttentionKernels const& kernels, AttentionShape const& shape, i
     if (prefers_row_blocks(kernels, shape, multiprocessors)) return false;
     bool const few = shape.width > 1;
     DecodeTiles const& tiles = few ? kernels.few : kernels.decode;
+    if (tiles.warps == 0) return false;  // of large heads there are prefill kernels alone
     if (few && (shape.width > kMaxFewTokens || shape.rows() > tiles.max_rows)) return false;
     auto const compiled = std::find_if(std::begin(kDecodeRows), std::end(kDecodeRows),
                                        [&](int32_t rows) { return shape.rows() <= rows; });

@@ -109,7 +109,7 @@ def test_models_without_attention_need_no_segments(target: BuildTarget, variant:
 @pytest.mark.parametrize(
     ("target", "model", "parts"),
     [
-        (full(10, 3), ODD, ("tensorrt 10.3", "head_dim: expected one of 64, 80, 96, 128, 256", "got 24", "KVCacheUpdate (10.15 has)")),
+        (full(10, 3), ODD, ("tensorrt 10.3", "head_dim: expected one of 64, 80, 96, 128, 256, 512", "got 24", "KVCacheUpdate (10.15 has)")),
         (full(10, 13), with_mixer(MODEL, num_heads=34, num_kv_heads=2), ("num_attention_heads: expected at most 16", "10.15")),
         (rtx((1, 3)), MODEL, ("(1.5 has)", "(1.4 has)")),
     ],
@@ -167,7 +167,7 @@ def test_a_variant_that_was_named_needs_its_release(target: BuildTarget, named: 
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"head_dim": 24}, {}, "head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 24"),
+        ({"head_dim": 24}, {}, "head_dim: expected one of 64, 80, 96, 128, 256, 512 for plugin attention, got 24"),
         (
             {"num_heads": 34, "num_kv_heads": 2},
             {},

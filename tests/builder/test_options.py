@@ -112,7 +112,12 @@ def test_every_option_is_shown_by_what_takes_it(function: Any) -> None:
 @pytest.mark.parametrize("head_dim", [8, 20, 34, 264, 512])
 def test_head_dim_without_attention_kernels(head_dim: int) -> None:
     with raises(ConfigError, "head_dim", expected="multiple of 8 from 16 to 256"):
-        resolve(with_mixer(MODEL, head_dim=head_dim)).cache_for(with_mixer(MODEL, head_dim=head_dim))
+        resolve(with_mixer(MODEL, head_dim=head_dim), attention="mask").cache_for(with_mixer(MODEL, head_dim=head_dim))
+
+
+def test_head_dim_of_our_own_kernels_alone() -> None:
+    model = with_mixer(MODEL, head_dim=512)
+    assert resolve(model, attention="plugin").cache_for(model).layers[0].head_dim == 512
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 256])

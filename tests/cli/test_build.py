@@ -119,7 +119,7 @@ def test_the_error_says_that_kv_dtype_chose_plugin_attention(run: Run, tmp_path:
     done = run("build", SHIPPED, "-o", tmp_path / "engine", "--kv-dtype", "fp8", "--dry-run")
     assert done.code == 1
     assert done.err == (
-        "error: head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 16. "
+        "error: head_dim: expected one of 64, 80, 96, 128, 256, 512 for plugin attention, got 16. "
         "--kv-dtype=fp8 chose plugin attention: no other variant supports 8-bit K and V.\n"
     )
     assert "chose" not in run("build", SHIPPED, "-o", tmp_path / "engine", "--attention", "plugin", "--dry-run").err

@@ -153,7 +153,7 @@ def test_options_that_an_engine_folder_fixes_are_refused(run: Run, engine: Path)
 
 
 PLUGIN = "plugin reference plugin"
-NOT_64 = "head_dim: expected one of 64, 80, 96, 128, 256, got 24."
+NOT_64 = "head_dim: expected one of 64, 80, 96, 128, 256, 512, got 24."
 
 
 @pytest.fixture

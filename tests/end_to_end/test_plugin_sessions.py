@@ -129,7 +129,7 @@ def tensorrt_without_gpu(monkeypatch):
 
 @pytest.mark.usefixtures("tensorrt_without_gpu")
 def test_a_head_dim_that_no_kernel_serves_falls_back_to_the_reference_engine():
-    with pytest.warns(open_model.EngineFallbackWarning, match="head_dim: expected one of 64, 80, 96, 128, 256"):
+    with pytest.warns(open_model.EngineFallbackWarning, match="head_dim: expected one of 64, 80, 96, 128, 256, 512"):
         InferenceSession.from_model(SHIPPED, attention="plugin").close()
 
 

@@ -39,6 +39,7 @@ class Case:
     kv_dtype: str | None = None  # None: dtype
     scales: str = "token"  # of a quantized cache; or "head"
     sinks: float | None = None  # what attention sinks are added to; None: there are none
+    shared: bool = False  # the new rows are in the cache already, and k and v are None
 
 
 def _apply_rope(row, angles):
@@ -147,15 +148,19 @@ def check(case, memory, stream, seed=0):
     arrays = inputs(case, seed)
     q, before, heads = arrays["q"], arrays["cache"], case.kv_heads * case.group
     expected, expected_cache, expected_scales = reference(case, **arrays)
+    if case.shared:
+        arrays |= {"k": None, "v": None, "cache": expected_cache}
+        arrays |= {} if expected_scales is None else {"kv_scales": expected_scales}
+        before = expected_cache
 
     def to_device(array):
         return memory.to_device(np.ascontiguousarray(array), stream=stream)
 
     cache, read_cache = _placed(before, case.layout, to_device)
-    tensors = {name: to_device(array) for name, array in arrays.items() if name != "cache"}
+    tensors = {name: array if array is None else to_device(array) for name, array in arrays.items() if name != "cache"}
     if expected_scales is not None and case.scales == "token":
         tensors["kv_scales"], read_scales = _placed(arrays["kv_scales"], case.layout, to_device)
-    if case.packed:
+    if case.packed and not case.shared:
         qkv = to_device(np.concatenate([arrays[name] for name in "qkv"], axis=2))
         tensors.update(zip("qkv", split_qkv(qkv, heads, case.kv_heads), strict=True))
     workspace = make_workspace(case, memory, stream)
@@ -198,6 +203,8 @@ DECODE_CASES = {
     "sinks": Case(lengths=_RAGGED, group=3, sinks=0.5, window=40),
     "sinks of many parts": Case(lengths=(1499, 7), kv_heads=2, tokens=1500, group=5, head_dim=128, sinks=3.0),
     "sinks with softcap": Case(lengths=(140, 3), softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, group=2, sinks=4.0),
+    "heads of 512": Case(lengths=(140, 0, 33), new=(1, 1, 0), group=8, head_dim=512, rotary_dim=128, scale=1.0, layout="separate"),
+    "many parts of heads of 512": Case(lengths=(900,), kv_heads=1, tokens=901, group=16, head_dim=512, rotary_dim=24, sinks=1.0),
 }
 
 PREFILL_CASES = {
@@ -223,6 +230,9 @@ PREFILL_CASES = {
     "sinks": Case(lengths=(70, 0), new=(90, 33), width=90, tokens=200, group=3, sinks=0.5, window=40),
     "sinks of many parts": Case(lengths=(700, 31), width=20, tokens=730, group=8, head_dim=128, sinks=3.0),
     "sinks with softcap": Case(lengths=(66,), width=9, softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, group=2, sinks=4.0),
+    "heads of 512": Case(lengths=(100, 20), width=4, new=(4, 3), group=8, head_dim=512, rotary_dim=128, scale=1.0, packed=True),
+    "many parts of heads of 512": Case(lengths=(600,), width=16, tokens=640, kv_heads=1, group=4, head_dim=512, sinks=1.0),
+    "a window of heads of 512": Case(lengths=(70, 0), width=40, new=(40, 33), kv_heads=1, group=4, head_dim=512, window=50, softcap=5.0),
 }
 
 #: Several new tokens that the decode kernels take.

@@ -23,7 +23,7 @@ from tests.kernels.attention import (
 from tests.simt.standin import needs_standin
 from tests.sweeps import each_once
 from trt_kvcache import DeviceTensor, HostMemory
-from trt_kvcache.errors import CudaError, KVCacheError
+from trt_kvcache.errors import CudaError, KVCacheError, ShapeError
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
 from trt_kvcache.kernels.attention_tiles import PREFILL_VARIANTS, prefill_variant
 from trt_kvcache.kernels.prefill_plan import plan_of
@@ -112,6 +112,25 @@ def test_quantized_prefill_variants(memory, stream, name, variant, monkeypatch):
     check(quantized(PREFILL_CASES[name], *QUANTIZED[turn % len(QUANTIZED)]), memory, stream)
 
 
+ALL_CASES = [case for cases in (DECODE_CASES, FEW_CASES, PREFILL_CASES) for case in cases.items()]
+
+
+@pytest.mark.parametrize("number", range(len(ALL_CASES)), ids=[name for name, _ in ALL_CASES])
+def test_rows_that_an_earlier_layer_has_stored(memory, stream, number, monkeypatch):
+    monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
+    case = dataclasses.replace(ALL_CASES[number][1], shared=True)
+    kind = number % 6  # a third over a quantized cache, of each kind
+    check(quantized(case, *QUANTIZED[number % 4]) if kind in (2, 5) else case, memory, stream)
+
+
+@pytest.mark.parametrize("kv", [("k", None), (None, "v")])
+def test_only_one_of_k_and_v(memory, stream, kv):
+    given = {name: New(2, 3, 2, 64).on(memory) if name in kv else None for name in "kv"}
+    others = {name: tensor.on(memory) for name, tensor in FITTING.items() if name not in "kv"}
+    with raises(ShapeError, "k, v", expected="two tensors, or None for both", got="None"):
+        attend(**given, **others, stream=stream)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(GRID))
 def test_grid(memory, stream, name):
@@ -162,7 +181,7 @@ REFUSED = [
         New(2, 2, 2, 5, 64, dtype="float32"),
         "DTypeError: cache: expected one of float16, bfloat16, float8_e4m3fn, int8, got float32.",
     ),
-    ("cache", New(2, 2, 2, 5, 72), "ShapeError: cache: expected head_dim one of (64, 80, 96, 128, 256), got "),
+    ("cache", New(2, 2, 2, 5, 72), "ShapeError: cache: expected head_dim one of (64, 80, 96, 128, 256, 512), got "),
     *[("q", New(*shape), Q) for shape in ((2, 3, 64), (2, 3, 3, 64), (2, 3, 34, 64), (2, 6, 4, 64), (2, 0, 4, 64))],
     ("q", New(3, 3, 4, 64), "ShapeError: q: expected shape (2, 3, 4, 64), got "),
     ("q", New(2, 3, 4, 80), "ShapeError: q: expected shape (2, 3, 4, 64), got "),

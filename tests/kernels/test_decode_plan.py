@@ -3,7 +3,7 @@
 import pytest
 
 from trt_kvcache.kernels.attention_tiles import (
-    HEAD_DIMS,
+    DECODE_HEAD_DIMS,
     MAX_FEW_TOKENS,
     MAX_GROUP,
     decode_block_nbytes,
@@ -40,8 +40,10 @@ def test_kernel(width, group, head_dim, name):
     assert found.name.startswith(found.source)
 
 
-@pytest.mark.parametrize(("width", "group", "head_dim"), [(MAX_FEW_TOKENS + 1, 1, 128), (3, 11, 128), (3, 6, 256)])
-def test_too_many_rows(width, group, head_dim):
+@pytest.mark.parametrize(
+    ("width", "group", "head_dim"), [(MAX_FEW_TOKENS + 1, 1, 128), (3, 11, 128), (3, 6, 256), (1, 1, 512), (2, 4, 512)]
+)
+def test_no_room(width, group, head_dim):
     assert plan(width, group, head_dim=head_dim) is None
 
 
@@ -60,7 +62,7 @@ def test_blocks_over_a_quantized_cache():
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", DECODE_HEAD_DIMS)
 def test_room(arch, head_dim, quantized):
     one, few = decode_tiles(head_dim, arch, quantized=quantized), few_tiles(head_dim, arch, quantized=quantized)
     assert few["MAX_NEW_TOKENS"] == MAX_FEW_TOKENS

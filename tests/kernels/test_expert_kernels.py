@@ -76,14 +76,17 @@ class Problem:
         whole = self.memory.to_device(np.concatenate([array, more]), stream=self.stream)
         return DeviceTensor(whole.allocation, shape=array.shape, dtype=whole.dtype)
 
+    def matrices(self):
+        return self.on_device(self.weight)
+
     def run_up(self, epilogue):
-        operands = map(self.on_device, (self.x, self.weight, self.bias, self.chosen))
-        expert_up_kernel(*operands, self.out, epilogue, self.stream)
+        bias, chosen = map(self.on_device, (self.bias, self.chosen))
+        expert_up_kernel(self.on_device(self.x), self.matrices(), bias, chosen, self.out, epilogue, self.stream)
         return self.out.numpy()
 
     def run_down(self):
-        operands = map(self.on_device, (self.x, self.weight, self.bias, self.chosen, self.router_weights))
-        expert_down_kernel(*operands, self.out, self.stream)
+        of_rows = map(self.on_device, (self.bias, self.chosen, self.router_weights))
+        expert_down_kernel(self.on_device(self.x), self.matrices(), *of_rows, self.out, self.stream)
         return self.out.numpy()
 
     def products(self):
@@ -105,9 +108,9 @@ class Problem:
         assert np.all(error <= np.abs(expected) * ROUNDING[self.dtype] * 1.01 + tolerance), error.max()
 
 
-def check_up(memory, stream, shape, dtype, epilogue, *, with_bias=False):
+def check_up(memory, stream, shape, dtype, epilogue, *, with_bias=False, made=Problem):
     has_gate = epilogue == CLAMPED or epilogue in GATED_EPILOGUES
-    problem = Problem(memory, stream, shape, dtype, with_bias=with_bias, gated=has_gate)
+    problem = made(memory, stream, shape, dtype, with_bias=with_bias, gated=has_gate)
     found = problem.run_up(epilogue)
     sums, sizes = problem.products()
     per_sum = shape[-1] * SUM_ROUNDING
@@ -134,8 +137,8 @@ def check_up(memory, stream, shape, dtype, epilogue, *, with_bias=False):
     problem.check(found, expected, tolerance + 2**-25)  # halves of the smallest number of float16
 
 
-def check_down(memory, stream, shape, dtype, *, with_bias=False):
-    problem = Problem(memory, stream, shape, dtype, with_bias=with_bias, down=True)
+def check_down(memory, stream, shape, dtype, *, with_bias=False, made=Problem):
+    problem = made(memory, stream, shape, dtype, with_bias=with_bias, down=True)
     found = problem.run_down()
     sums, sizes = (np.einsum("rc,rco->ro", problem.router_weights.astype(np.float64), one) for one in problem.products())
     problem.check(found, sums, sizes * (shape[-1] + shape[2]) * SUM_ROUNDING + 2**-25)

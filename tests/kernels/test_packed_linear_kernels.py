@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.kernels.packed_arrays import pack_rows, pack_values
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.packed_layout import (
     MIDDLES,
     ONE_GROUP,
     count_groups,
-    pack_rows,
-    pack_values,
     unpack_rows,
     unpack_values,
 )
@@ -250,3 +250,29 @@ def test_plans_have_whole_tiles():
             assert (plan.tiles - 1) * plan.tile_outputs < outputs <= plan.tiles * plan.tile_outputs
     nbytes = {kind: linear_tiles.linear_plan(1, 4096, False, "sm_90", 132, kind).prefetched_steps for kind in (None, "int8", "int4")}
     assert nbytes["int4"] >= nbytes["int8"] >= nbytes[None]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 33, 72), (8, 48, 1160), (14, 32, 520)], ids=str)
+def test_fp4_with_scales_that_are_powers_of_two(memory, stream, shape, dtype):
+    """The values and the scales of MXFP4, in the place of the weights of a problem."""
+    _, outputs, inputs = shape
+    problem = Problem(memory, stream, (*shape, 0), "int4", dtype, "float16", False)
+    random, groups = np.random.default_rng(1), count_groups(inputs, 0)
+    values = random.integers(0, 16, (outputs, inputs)).astype(np.uint8)
+    scales = random.integers(120, 124, (outputs, groups)).astype(np.uint8)
+    real = values.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    real *= scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[:, np.arange(inputs) // 32]
+    problem.weight = real.astype(numpy_dtype(dtype))
+    packed = PackedTensors(
+        kind="e2m1",
+        outputs=outputs,
+        inputs=inputs,
+        group_shift=0,
+        values=memory.to_device(pack_values(values, "e2m1"), stream=stream),
+        scales=memory.to_device(pack_rows(scales, groups), stream=stream),
+        zero_points=None,
+    )
+    packed_linear_kernel(problem.tensors[0], packed, None, problem.out, stream)
+    expected, size = problem.sums()
+    problem.check(expected, size * inputs * SUM_ROUNDING)

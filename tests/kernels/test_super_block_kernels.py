@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.kernels.super_block_arrays import pack_factors, pack_scales, pack_super_blocks
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel, packed_linear_gated_mul_kernel, packed_linear_kernel
@@ -12,9 +13,6 @@ from trt_kvcache.kernels.packed_tensors import SuperBlockTensors
 from trt_kvcache.kernels.super_block_layout import (
     SCALE_INPUTS,
     fragment_nbytes,
-    pack_factors,
-    pack_scales,
-    pack_super_blocks,
     unpack_scales,
     unpack_super_blocks,
 )

@@ -97,7 +97,7 @@ def test_plugin_fields_that_are_refused(fields, parts):
         ({"num_heads": 34}, ("num_heads", "1 to 16 times num_kv_heads", "34 over 2 K/V heads")),
         ({"num_heads": 0}, ("num_heads", "1 to 16 times num_kv_heads", "0 over 2 K/V heads")),
         ({"num_kv_heads": 0}, ("num_heads", "1 to 16 times num_kv_heads", "6 over 0 K/V heads")),
-        ({"head_dim": 72}, ("head_dim", "64, 80, 96, 128, 256", 72)),
+        ({"head_dim": 72}, ("head_dim", "64, 80, 96, 128, 256, 512", 72)),
         ({"window": -1}, ("window", "0 to 2147483647", -1)),
         ({"window": 2**31}, ("window", "0 to 2147483647", 2147483648)),
         *[

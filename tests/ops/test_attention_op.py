@@ -157,5 +157,5 @@ def test_the_workspace_is_that_of_the_kernels() -> None:
 
 
 def test_attributes_beyond_the_kernels_are_refused_for_them() -> None:
-    with raises(ConfigError, "head_dim", expected="64, 80, 96, 128, 256", got=6):
+    with raises(ConfigError, "head_dim", expected="64, 80, 96, 128, 256, 512", got=6):
         AttentionOp(**HEADS).kernel_attributes()

@@ -27,11 +27,11 @@ def probe():
         kernels += embed.kernels_of(ptx, [variant], [None], is_ptx=True) + embed.kernels_of(archs, [variant], [None])
     # For each variant PTX as the script has it by default, for GPUs of the future.
     kernels += embed.kernels_of(
-        [embed.PTX_ARCH], ["bfloat16-80", "bfloat16-96", "bfloat16-128", "bfloat16-256"], [None, *STORED_TYPES], is_ptx=True
+        [embed.PTX_ARCH], [f"bfloat16-{head_dim}" for head_dim in HEAD_DIMS[1:]], [None, *STORED_TYPES], is_ptx=True
     )
 
     def write(folder):
-        embed.write(kernels, [b""] * 3 * len(kernels), folder)
+        embed.write(kernels, [b""] * sum(len(one.sources) for one in kernels), folder)
         return [folder / "kernels.cpp", folder / "kernels.S"]
 
     return ctypes.CDLL(str(build_shared("choice_probe", [SOURCES / "attention_kernels.cpp"], write)))

@@ -29,7 +29,7 @@ def probe():
     kernels = embed.kernels_of(ARCHITECTURES, embed.VARIANTS, _KV_DTYPES)
 
     def write(folder):
-        embed.write(kernels, [b""] * 3 * len(kernels), folder)
+        embed.write(kernels, [b""] * sum(len(one.sources) for one in kernels), folder)
         return [folder / "kernels.cpp", folder / "kernels.S"]
 
     names = ("launch_plan.cpp", "attention_kernels.cpp")
@@ -57,7 +57,7 @@ def python_plan(arch, dtype, kv_dtype, batch, width, tokens, kv_heads, group, he
     call = SimpleNamespace(
         q=SimpleNamespace(shape=(batch, width, kv_heads * group, head_dim), dtype=dtype),
         cache=SimpleNamespace(shape=(batch, 2, kv_heads, tokens, head_dim)),
-        kv_scales=kv_dtype, group=group, memory=memory,
+        k="some", kv_scales=kv_dtype, group=group, memory=memory,
     )  # fmt: skip
     decode = _decode_plan(call)
     if decode is not None:

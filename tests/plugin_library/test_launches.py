@@ -20,7 +20,7 @@ from trt_kvcache.trt.plugin.plugin_tensors import input_names, inputs_of, output
 need_cmake()
 
 _WORKSPACE, _OUT = 0x1000000, 0x2000000
-_VARIANTS = ("float16-64", "bfloat16-128", "float16-256")
+_VARIANTS = ("float16-64", "bfloat16-128", "float16-256", "bfloat16-512")
 
 
 class Attributes(ctypes.Structure):
@@ -39,7 +39,7 @@ def probe():
     kernels = embed.kernels_of(ARCHITECTURES, _VARIANTS, (None, *STORED_TYPES))
 
     def write(folder):
-        embed.write(kernels, [b""] * 3 * len(kernels), folder)
+        embed.write(kernels, [b""] * sum(len(one.sources) for one in kernels), folder)
         return [folder / "kernels.cpp", folder / "kernels.S", "-isystem", DECLARATIONS, "-isystem", cuda_include()]
 
     names = ("attention_call.cpp", "attention_attributes.cpp", "launch_plan.cpp", "attention_kernels.cpp")

@@ -186,7 +186,7 @@ def test_other_types_are_taken_if_the_value_fits(library, fields):
         ("1", {"num_heads": 5}, "num_heads: expected 1 to 16 times num_kv_heads, got 5 over 2 K/V heads."),
         ("1", {"num_heads": 34}, "num_heads: expected 1 to 16 times num_kv_heads, got 34 over 2 K/V heads."),
         ("1", {"num_kv_heads": 0}, "num_heads: expected 1 to 16 times num_kv_heads, got 4 over 0 K/V heads."),
-        ("1", {"head_dim": 72}, "head_dim: expected one of 64, 80, 96, 128, 256, got 72."),
+        ("1", {"head_dim": 72}, "head_dim: expected one of 64, 80, 96, 128, 256, 512, got 72."),
         ("1", {"rotary_dim": 6}, "rotary_dim: expected a multiple of 4 from 0 to 64, got 6."),
         ("1", {"rotary_dim": 68}, "rotary_dim: expected a multiple of 4 from 0 to 64, got 68."),
         ("1", {"scale": 1e-7}, "scale: expected 0, or 1e-06 to 1e+06, got 1e-07."),

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.paths import ROOT
+from trt_kvcache import InferenceSession
 from trt_kvcache.errors import CudaError
 from trt_kvcache.model import ModelConfig
 
@@ -239,6 +240,32 @@ def test_the_table_of_serving_under_load(monkeypatch):
     ]
 
 
+def test_the_table_of_opening(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables = importlib.import_module("tables")
+    times = [{"opened": opened, "first_token": opened + 1.5} for opened in (7.0, 11.0)]
+    rows = [{"model": "a", "format": "q4_0", "start": times[0], "first_start": times[1], "limit_seconds": 0.25}]
+    [(what, value, limit)] = tables._opening({"rows": rows})
+    assert what.startswith("a, q4_0: ")
+    assert (value, limit) == ("7.0; 8.5; 12.5 s", "copy of the file: 0.25 s")
+
+
+def test_models_to_open(monkeypatch, tmp_path):
+    """Folder and GGUF file have the shapes of the model, and a session opens both."""
+    pytest.importorskip("gguf")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    opening = importlib.import_module("opening")
+    config = {**opening.QWEN2_0_5B, "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    for name, weights in (("folder", "bfloat16"), ("Q4_0.gguf", "GGUF Q4_0")):
+        path = opening.write_model(tmp_path, config, name)
+        assert opening.write_model(tmp_path, config, name) == path
+        with InferenceSession.from_model(path, engine="numpy", max_batch_size=1) as session:
+            assert session.weights.format == weights
+            assert session.vocab_size == 96
+            assert len([*session.generate([[1, 2]], max_new_tokens=2, ignore_eos=True)]) == 2
+
+
 def test_the_side_of_llama_cpp(monkeypatch, tmp_path):
     gguf = pytest.importorskip("gguf")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -272,11 +299,25 @@ def test_the_tables_of_experts(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     to_table, tables = importlib.import_module("environment").to_table, importlib.import_module("tables")
     experts = [
-        {"model": "a", "launch": launch, "rows": 1, "mb": mb, "of_copy": {"ours": 0.875}, "us": {"ours": 3.0, "engine": 4.0, "torch": 10.0}}
-        for launch, mb in (("up", 40), ("both", 40), ("both", 20))
+        {
+            "model": "a",
+            "format": stored,
+            "launch": launch,
+            "rows": 1,
+            "mb": mb,
+            "of_copy": {"ours": 0.875},
+            "us": {"ours": 3.0, "engine": 4.0, **torch},
+        }
+        for launch, stored, mb, torch in (
+            ("up", "bfloat16", 40, {"torch": 10.0}),
+            ("both", "bfloat16", 40, {"torch": 10.0}),
+            ("both", "bfloat16", 20, {"torch": 10.0}),
+            ("both", "MXFP4", 40, {}),
+        )
     ]
     rows = [*tables._experts({"limits": {"of_copy": 0.8, "mb": 32}, "rows": to_table(experts)})]
-    assert [(value, limit) for _, value, limit in rows] == [("0.88; 2.5", "at least 0.8"), ("0.88; 2.5", "")]
+    assert [(value, limit) for _, value, limit in rows] == [("0.88; 2.5", "at least 0.8"), ("0.88; 2.5", ""), ("0.88", "at least 0.8")]
+    assert [what for what, _, _ in rows][-1] == "chosen experts of a layer of a in MXFP4, 1 row(s): share of the copy bandwidth"
 
 
 def compare_kernels(monkeypatch):

@@ -41,7 +41,7 @@ SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
 }
 
 #: Elements and head dims that attention is built for, over every K/V dtype, unless others are asked for: those that fast tests have.
-VARIANTS = ("float16-64", "bfloat16-80", "float16-128", "float16-256")
+VARIANTS = ("float16-64", "bfloat16-80", "float16-128", "float16-256", "float16-512")
 
 #: Pytest, without TensorRT; and so that what a sanitizer says before it ends the process is not lost.
 PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.simt.no_tensorrt", "-p", "tests.simt.tiles"]

@@ -52,6 +52,7 @@ OWN_PROCESS = (
     "test_packed_linear_kernels",
     "test_super_block_kernels",
     "test_expert_kernels",
+    "test_packed_expert_kernels",
 )
 ELSEWHERE = " or ".join((ATTENTION, *OWN_PROCESS))
 #: Copies, compaction and lengths: what every sequence passes through.
@@ -152,7 +153,8 @@ DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
 LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_layer_kernels.py"
 PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed_stream.cuh", "linear/packed_values.cuh"
 SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_block_values.cuh"
-EXPERT_TESTS, EXPERTS = "test_expert_kernels.py", "linear/experts.cu"
+EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/experts.cu"
+PACKED_EXPERT_TESTS, PACKED_EXPERTS = "test_packed_expert_kernels.py", "linear/packed_experts.cu"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -188,6 +190,39 @@ MISTAKES = {
     "rows behind the new token": (PIPELINE, "at.position - at.first_token(warp)", "kTileTokens", "none", DECODE, "isnan"),
     "a decode window that is one token too wide": (SCHEDULE, "(params.window - 1)", "params.window", "none", DECODE, "assert"),
     "a prefill window that is one token too wide": (PREFILL_SCORES, "distance >= span", "distance > span", "none", PREFILL, "error <="),
+    "sums of columns that are read before they are there": (
+        PREFILL_SCORES,
+        "        barrier_of_threads(barrier, 64);\n        if (column_warp == 0)",
+        "        if (column_warp == 0)",
+        "thread",
+        f"{PREFILL}[planned-heads of 512]",
+        RACE,
+    ),
+    "sums of columns that the other warp does not get": (
+        PREFILL_SCORES,
+        "own[0] = both.x, own[1] = both.y, own[2] = both.z, own[3] = both.w;",
+        "",
+        "none",
+        PREFILL,
+        "error <=",
+    ),
+    "keys of the first columns in both halves": (PREFILLING, "first_chunk + lane / 8 % 2", "lane / 8 % 2", "none", PREFILL, "error <="),
+    "columns of both warps in one place": (
+        PREFILL_RESULTS,
+        "column_warp() * kOwnFragments, fragments",
+        "0, fragments",
+        "none",
+        PREFILL,
+        "LAUNCH_FAILED",
+    ),
+    "key warps that take columns for keys": (
+        PREFILLING,
+        "kColumnWarps > 1 ? warp % kKeyWarps : warp",
+        "warp",
+        "none",
+        PREFILL,
+        "LAUNCH_FAILED",
+    ),
     "sinks of other heads": (DECODING, "at.kv_head * params.group_size + row;", "row;", "none", DECODE, "error <="),
     "sinks of other tokens": (DECODING, "head -= token * params.group_size;", "", "none", FEW_TESTS, "assert"),
     "rows without their sinks": (SINKS, "if (logits == nullptr) return sum;", "return sum;", "none", PREFILL, "error <="),
@@ -907,7 +942,14 @@ MISTAKES = {
         OVERRUN,
     ),
     "the scale of the first half for both": (PACKED_VALUES, "(2 * last + half)", "(2 * last)", "none", PACKED_TESTS, "Mismatched"),
-    "the zero point of the first row for both": (PACKED_VALUES, ">> (8 * i) & 0xFF", "& 0xFF", "none", PACKED_TESTS, "Mismatched"),
+    "the zero point of the first row for both": (
+        PACKED_VALUES,
+        "zero_points[half] >> (8 * i) & 0xFF",
+        "zero_points[half] & 0xFF",
+        "none",
+        PACKED_TESTS,
+        "Mismatched",
+    ),
     "a scale without its last bits": (
         PACKED_VALUES,
         "multiply_add(Element{}, differences, low_, kMinusZero)",
@@ -968,13 +1010,64 @@ MISTAKES = {
     ),
     "one expert for all": (
         EXPERTS,
-        "chosen_.experts[index] * outputs",
-        "chosen_.experts[0] * outputs",
+        "begin(chosen_.experts[index], tile)",
+        "begin(chosen_.experts[0], tile)",
         "none",
         EXPERT_TESTS,
         "test_products_",
     ),
-    "experts that nobody has chosen": (EXPERTS, "chosen_.experts[index] * outputs", "index * outputs", "none", EXPERT_TESTS, "nan"),
+    "experts that nobody has chosen": (EXPERTS, "begin(chosen_.experts[index], tile)", "begin(index, tile)", "none", EXPERT_TESTS, "nan"),
+    "an expert as large as its gate": (
+        DENSE_EXPERTS,
+        "params_.outputs) * (kGated ? 2 : 1)",
+        "params_.outputs)",
+        "none",
+        EXPERT_TESTS,
+        "test_products_into_experts",
+    ),
+    "a packed expert as large as its gate": (
+        PACKED_EXPERTS,
+        "(2 * expert + x) * tiles",
+        "(expert + x) * tiles",
+        "none",
+        PACKED_EXPERT_TESTS,
+        "test_products_into_experts",
+    ),
+    "up in the place after the gate, of packed experts": (
+        PACKED_EXPERTS,
+        "(2 * expert + x) * tiles + tile",
+        "2 * expert * tiles + tile + x",
+        "none",
+        PACKED_EXPERT_TESTS,
+        "test_products_into_experts",
+    ),
+    "a tile of the next packed expert": (
+        PACKED_EXPERTS,
+        "min(tile * kTiles + x, tiles - 1)",
+        "(tile * kTiles + x)",
+        "address",
+        PACKED_EXPERT_TESTS,
+        OVERRUN,
+    ),
+    "one tile of packed experts for all": (
+        PACKED_EXPERTS,
+        "first_row(weight_tile(expert, tile, x))",
+        "first_row(weight_tile(expert, 0, x))",
+        "none",
+        PACKED_EXPERT_TESTS,
+        "test_products_",
+    ),
+    "FP4 without signs": (PACKED_VALUES, "(high & kSigns) | ", "", "none", PACKED_EXPERT_TESTS, "test_every_value"),
+    "FP4 that is too small": (PACKED_VALUES, "0x7E807E80", "0x7E007E00", "none", PACKED_EXPERT_TESTS, "test_every_value"),
+    "the smallest exponent as zero": (PACKED_VALUES, ": 0x00400000", ": 0", "none", PACKED_EXPERT_TESTS, "test_every_value"),
+    "the exponent of the first row for both": (
+        PACKED_VALUES,
+        "bytes >> (8 * i) & 0xFF",
+        "bytes & 0xFF",
+        "none",
+        PACKED_EXPERT_TESTS,
+        "test_products_",
+    ),
     "the first choice for all": (EXPERTS, "static_cast<signed char>(pair % params.choices)", "0", "none", EXPERT_TESTS, "nan"),
     "only the first row of an expert": (
         EXPERTS,

@@ -7,17 +7,24 @@ import numpy as np
 import pytest
 
 from tests.helpers.gguf_files import random_super_blocks, write_q4_k_m
-from tests.helpers.models import write_model
+from tests.helpers.mixed_layers import RandomCheckpoint
+from tests.helpers.models import changed_model, write_model
+from tests.paths import GOLDEN
 from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
 
 import torch  # noqa: E402
 
-from trt_kvcache import CudaMemory, InferenceSession  # noqa: E402
+from trt_kvcache import Checkpoint, CudaMemory, HostMemory, InferenceSession, ReferenceEngine  # noqa: E402
+from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks  # noqa: E402
+from trt_kvcache.engine.decoder_cache import decoder_cache_config  # noqa: E402
 from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine  # noqa: E402
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
+from trt_kvcache.torch_engine.packed_stack import PackedStack  # noqa: E402
+from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight  # noqa: E402
 from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
 
@@ -106,3 +113,51 @@ def test_super_blocks_are_dequantized_bit_for_bit(kind, dtype):
     values = torch.from_numpy(gguf.quants.dequantize(array, gguf.GGMLQuantizationType[kind])).to(weight.dtype)
     assert torch.equal(out.cpu(), values)
     assert torch.equal(weight.dequantized().cpu(), values)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scheme", ["int4", "int8", "int4:128"])
+def test_rounded_experts(dtype, scheme):
+    """All experts are chosen, or rounding would choose others where two have nearly the same score."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 64, "num_experts_per_tok": 7}
+    check_experts(RandomCheckpoint(changed_model("qwen3_moe", **sizes), scheme), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_experts_in_mxfp4(dtype):
+    with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
+        check_experts(checkpoint, dtype)
+
+
+def check_experts(checkpoint, dtype):
+    """Compare steps of 1 to 3 rows, of up to 64 (in graphs too), and of more."""
+    memory, host = CudaMemory(), HostMemory()
+    config = decoder_cache_config(checkpoint.config, max_batch_size=3, max_sequence_length=60, dtype=dtype, attention="native")
+    options = {"kv": config, "max_prefill_length": 32, "attention": "native"}
+    ours, reference = TorchEngine.open(checkpoint, **options, memory=memory), ReferenceEngine(checkpoint, **options, memory=host)
+    assert all(block.part.experts.is_packed for block in ours._weights.blocks if isinstance(block.part, RoutedMlp))
+    random, found = np.random.default_rng(0), []
+    prompts = [random.integers(0, 60, size).tolist() for size in (34, 16, 15)]
+    steps = [random.integers(0, 60, 3).tolist() for _ in range(4)]
+    for engine, cache in ((ours, memory), (reference, host)):
+        with InferenceSession(engine, make_cache(config, memory=cache)) as session:
+            logits = [session.prefill(prompts), *(session.decode(step) for step in steps), session.append([[1, 2, 3], [4], [5, 6]])]
+            found.append(np.concatenate(logits))
+    assert np.abs(found[0] - found[1]).max() <= TOLERANCES[dtype] * np.abs(found[1]).max()
+    assert not ours.graph_refusals
+
+
+def test_memory_of_experts():
+    """Stacks need their packed size."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "head_dim": 64, "num_experts": 32}
+    checkpoint = RandomCheckpoint(changed_model("qwen3_moe", **sizes), "int4:128")
+    config = decoder_cache_config(checkpoint.config, max_batch_size=1, max_sequence_length=64, dtype="bfloat16", attention="native")
+    before = torch.cuda.memory_allocated()
+    engine = TorchEngine.open(checkpoint, kv=config, max_prefill_length=8, attention="native", memory=CudaMemory())
+    stacks = [stack for block in engine._weights.blocks if isinstance(block.part, RoutedMlp) for stack in vars(block.part.experts).values()]
+    stored = sum(stack.whole.nbytes for stack in stacks if isinstance(stack, PackedStack))
+    layers = sum(isinstance(block.part, RoutedMlp) for block in engine._weights.blocks)
+    assert layers * 32 * 3 * 256 * 512 // 2 < stored <= layers * 32 * 3 * 256 * 512 * (4 + 16 / 128) / 8
+    used = torch.cuda.memory_allocated() - before - engine._workspace.nbytes
+    assert used <= 1.2 * stored, "attention, embedding and head have little of it"
+    engine.close()

@@ -30,6 +30,7 @@ from trt_kvcache.model import MlpConfig, RoutedMlpConfig  # noqa: E402
 from trt_kvcache.torch_engine import (  # noqa: E402
     TorchEngine,
     engine,
+    experts as experts_module,
     kernel_experts,
     kernel_projections,
     kernels,
@@ -40,6 +41,7 @@ from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.experts import FixedProducts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
+from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
 
@@ -348,6 +350,71 @@ def test_layers_with_states_and_packed_weights_agree_with_the_reference_engine(m
         InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), HybridCacheManager(config, memory=host)) as reference,
     ):
         check_agreement(session, reference, HYBRID_TOLERANCES["float16"])
+    assert calls["packed_linear"] > 0
+
+
+def packed_expert_sessions(memory, checkpoint, dtype, *, is_packed=True):
+    """A session on the torch engine with packed experts, and one on the reference engine, which dequantizes them."""
+    host = HostMemory()
+    config = decoder_cache_config(checkpoint.config, **SIZES, dtype=dtype, attention="plugin")
+    options = {"kv": config, "max_prefill_length": 7, "attention": "plugin"}
+    ours, reference = TorchEngine.open(checkpoint, **options, memory=memory), ReferenceEngine(checkpoint, **options, memory=host)
+    routed = [block.part for block in ours._weights.blocks if isinstance(block.part, RoutedMlp)]
+    assert {part.experts.is_packed for part in routed} == {is_packed}
+    return InferenceSession(ours, make_cache(config, memory=memory)), InferenceSession(reference, make_cache(config, memory=host))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_experts_in_mxfp4_agree_with_the_reference_engine(memory, calls, dtype):
+    with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
+        session, reference = packed_expert_sessions(memory, checkpoint, dtype)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES[dtype])
+    assert calls["expert_up"] == calls["expert_down"] == 3 * 3 + 3 * 2, "a chunk of 14 rows in two launches, and three steps"
+    assert calls["packed_dequantize"] == 0
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8", "int4:128"])
+@pytest.mark.parametrize(
+    ("name", "changes", "launched"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 32}, "expert_up silu_mul"),
+        (
+            "nemotron_h-latent",
+            {"moe_intermediate_size": 48, "moe_latent_size": 32, "mamba_head_dim": 64, "ssm_state_size": 128},
+            "expert_up relu2",
+        ),
+    ],
+)
+def test_rounded_experts_agree_with_the_reference_engine(memory, calls, name, changes, launched, scheme):
+    checkpoint = RandomCheckpoint(changed_model(name, **changes, hidden_size=64, head_dim=80), scheme)
+    session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls[launched] == calls["expert_down"] > 0
+
+
+def test_packed_experts_of_many_rows_are_dequantized_one_at_a_time(memory, calls, monkeypatch):
+    """Experts that no row has chosen are not."""
+    for module in (kernel_experts, experts_module):
+        monkeypatch.setattr(module, "MAX_FIXED_ROWS", 4)
+    monkeypatch.setattr(packed_projections, "MAX_PACKED_ROWS", 0)
+    monkeypatch.setattr(packed_projections, "WORKSPACE_WEIGHTS", 64 * 64)
+    with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
+        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["expert_up"] == 3 * 3, "the second chunk and two decode steps"
+    assert 0 < calls["packed_dequantize"] <= 3 * 5 * 2, "both matrices of 5 experts of 3 layers, at most"
+
+
+def test_experts_of_no_whole_tiles_are_dequantized_when_they_are_read(memory, calls):
+    """24 rows of gate, then 24 of up."""
+    checkpoint = RandomCheckpoint(changed_model("qwen3_moe", head_dim=80), "int4")
+    session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16", is_packed=False)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["expert_up silu_mul"] > 0
     assert calls["packed_linear"] > 0
 
 

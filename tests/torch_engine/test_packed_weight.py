@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,9 +22,12 @@ from trt_kvcache.checkpoint.quantized.fp8_blocks import FP8Blocks  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gptq import GPTQ  # noqa: E402
 from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
+from trt_kvcache.checkpoint.quantized.mxfp4 import MXFP4  # noqa: E402
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
-from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined  # noqa: E402
-from trt_kvcache.torch_engine.packing import packed_arrays  # noqa: E402
+from trt_kvcache.dtypes import numpy_dtype  # noqa: E402
+from trt_kvcache.torch_engine import packing  # noqa: E402
+from trt_kvcache.torch_engine.packed_stack import stack_of  # noqa: E402
+from trt_kvcache.torch_engine.packed_weight import joined  # noqa: E402
 from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
 
 SHAPE = (48, 256)
@@ -50,6 +56,10 @@ def gptq(**options):
     bits, group = options.get("bits", 4), options.get("group_size", 32)
     config = {**made.GPTQ_CONFIG, "bits": bits, "group_size": group, "desc_act": options.get("order", False)}
     return of(made.gptq(**{"group_size": group, **options}), GPTQ({**config, "checkpoint_format": "gptq"}))
+
+
+def compressed_mxfp4():
+    return of(made.mxfp4(("weight_packed", "weight_scale"), blocks=False), CompressedTensors(made.CT_MXFP4))
 
 
 def compressed(bits, group_size, config, **options):
@@ -82,6 +92,8 @@ PACKED = {
     "modelopt": (lambda: modelopt(factors=False), "int4", False),
     "Q4_0": (lambda: gguf(4), "int4", False),
     "Q8_0": (lambda: gguf(8), "int8", False),
+    "mxfp4": (lambda: of(made.mxfp4(("weight_blocks", "weight_scales"), blocks=True), MXFP4({})), "e2m1", False),
+    "compressed mxfp4": (compressed_mxfp4, "e2m1", False),
     "rounded int8": (lambda: rounded_to_nearest(matrix(), "int8", "bfloat16"), "int8", False),
     "rounded int4": (lambda: rounded_to_nearest(matrix(), "int4", "bfloat16"), "int4", False),
     "rounded int4:128": (lambda: rounded_to_nearest(matrix(), "int4:128", "float16"), "int4", False),
@@ -89,10 +101,14 @@ PACKED = {
 }
 
 
+def packed_parts(parts, dtype):
+    return packing.packed_weight(parts, dtype, Upload(CPU), HostMemory())
+
+
 def packed_weight(weight, dtype):
-    arrays = packed_arrays([weight], dtype)
-    assert arrays is not None
-    return PackedWeight.of(arrays, dtype, Upload(CPU), HostMemory())
+    packed = packed_parts([weight], dtype)
+    assert packed is not None
+    return packed
 
 
 def bits_of(array):
@@ -121,9 +137,9 @@ def test_size_is_within_three_percent_of_the_stored_size(case):
     make, kind, has_zero_points = PACKED[case]
     weight = make()
     packed = packed_weight(weight, "float16" if weight.scales.stored.dtype == np.float16 else "bfloat16")
-    size = {"int4": 0.5, "int8": 1}[kind]
+    size = {"int4": 0.5, "int8": 1, "e2m1": 0.5}[kind]
     scales = weight.scales.stored.size
-    stored = weight.shape[0] * weight.shape[1] * size + 2 * scales + (scales * size if has_zero_points else 0)
+    stored = weight.shape[0] * weight.shape[1] * size + (1 if kind == "e2m1" else 2) * scales + (scales * size if has_zero_points else 0)
     assert packed.nbytes <= 1.03 * stored
 
 
@@ -132,6 +148,7 @@ NOT_PACKED = {
     "groups of 8": lambda: gptq(group_size=8),
     "groups of 96": lambda: of(made.gptq(group_size=96), GPTQ({**made.GPTQ_CONFIG, "group_size": 96, "checkpoint_format": "gptq"})),
     "factors of inputs": lambda: modelopt(factors=True),
+    "NVFP4": lambda: of(made.nvfp4(("weight", "weight_scale", "weight_scale_2"), inverse=False), ModelOpt(made.modelopt("NVFP4"))),
     "FP8": lambda: of(made.fp8_blocks(), FP8Blocks(made.FP8_CONFIG)),
     "inputs that 8 does not divide": lambda: rounded_to_nearest(matrix((16, 36)), "int8", "float16"),
 }
@@ -139,19 +156,34 @@ NOT_PACKED = {
 
 @pytest.mark.parametrize("case", NOT_PACKED)
 def test_other_formats_are_not_packed(case):
-    assert packed_arrays([NOT_PACKED[case]()], "float16") is None
+    assert packed_parts([NOT_PACKED[case]()], "float16") is None
+
+
+def test_scales_of_fp4_that_are_no_powers_of_two_are_not_packed():
+    weight = PACKED["mxfp4"][0]()
+    scales = replace(weight.scales, stored=weight.scales.stored.astype(np.float32) * 1.5)
+    assert packed_parts([replace(weight, scales=scales)], "bfloat16") is None
+
+
+def test_scales_of_fp4_that_the_dtype_cannot_hold_are_not_packed():
+    weight = PACKED["mxfp4"][0]()
+    largest = replace(weight, scales=replace(weight.scales, stored=np.full((48, 8), 254, np.uint8).view(ml_dtypes.float8_e8m0fnu)))
+    assert packed_parts([largest], "bfloat16") is None
+    many = replace(weight, scales=replace(weight.scales, stored=np.full((48, 8), 127 + 14, np.uint8).view(ml_dtypes.float8_e8m0fnu)))
+    assert packed_parts([many], "float16") is None
+    check_values(packed_weight(many, "bfloat16"), many.dequantized("bfloat16"))
 
 
 def test_values_that_the_dtype_cannot_hold_are_not_packed():
     weight = rounded_to_nearest(matrix() * 2e6, "int8", "float32")
-    assert packed_arrays([weight], "float16") is None
+    assert packed_parts([weight], "float16") is None
     check_values(packed_weight(weight, "bfloat16"), weight.dequantized("bfloat16"))
 
 
 def test_a_scale_that_is_not_finite_is_not_packed():
     weight = rounded_to_nearest(matrix(), "int8", "float16")
     weight.scales.stored[3, 0] = np.nan
-    assert packed_arrays([weight], "float16") is None
+    assert packed_parts([weight], "float16") is None
 
 
 @pytest.mark.parametrize(
@@ -182,16 +214,14 @@ def test_scales_too_small_for_float16_stay_in_float32():
 def test_rows_of_a_fused_tensor(case):
     weight = PACKED[case][0]()
     parts = [slice(8, 24), slice(32, 48)]
-    arrays = packed_arrays([weight.rows(some) for some in parts], "float16")
     expected = np.concatenate([weight.dequantized("float16")[some] for some in parts])
-    check_values(PackedWeight.of(arrays, "float16", Upload(CPU), HostMemory()), expected)
+    check_values(packed_parts([weight.rows(some) for some in parts], "float16"), expected)
 
 
 @pytest.mark.parametrize("case", ["gptq", "Q8_0", "rounded int4", "awq"])
 def test_rows_in_another_order(case):
     weight, order = PACKED[case][0](), [17, 3, 40, 41, 2, 0, 39, 18, 1]
-    arrays = packed_arrays([weight.rows(order)], "float16")
-    check_values(PackedWeight.of(arrays, "float16", Upload(CPU), HostMemory()), weight.dequantized("float16")[order])
+    check_values(packed_weight(weight.rows(order), "float16"), weight.dequantized("float16")[order])
 
 
 class TestJoined:
@@ -223,8 +253,91 @@ class TestJoined:
         assert joined(self.weights(rounded_to_nearest(matrix(), "int4", "bfloat16"), other())) is None
 
 
+class TestStack:
+    def check(self, matrices, found):
+        assert len(found) == len(matrices)
+        assert found.shape == (len(matrices), *matrices[0].shape)
+        assert found.whole.nbytes == sum(one.nbytes for one in found)
+        for one, expected in zip(found, matrices, strict=True):
+            check_values(one, expected)
+
+    @pytest.mark.parametrize("case", ["mxfp4", "gptq", "rounded int8", "Q4_0"])
+    def test_matrices_follow_each_other(self, case):
+        weight = PACKED[case][0]()
+        rows = [weight.rows(slice(first, first + 16)) for first in (0, 16, 32)]
+        self.check([one.dequantized("bfloat16") for one in rows], stack_of([packed_weight(one, "bfloat16") for one in rows], 3))
+
+    def test_a_matrix_has_several_parts(self):
+        weight = PACKED["mxfp4"][0]()
+        order = [slice(32, 48), slice(0, 16), slice(16, 32), slice(32, 48)]
+        values = [weight.rows(rows).dequantized("float16") for rows in order]
+        stack = stack_of([packed_weight(weight.rows(rows), "float16") for rows in order], 2)
+        self.check([np.concatenate(values[:2]), np.concatenate(values[2:])], stack)
+
+    def test_scales_of_one_matrix_need_float32(self):
+        both = [rounded_to_nearest(matrix() * factor, "int8", "bfloat16") for factor in (1, 1e-5)]
+        parts = [packed_weight(one, "float16") for one in both]
+        assert parts[0].scales.dtype != parts[1].scales.dtype
+        self.check([one.dequantized("float16") for one in both], stack_of(parts, 2))
+
+    def test_one_matrix_has_zero_points(self):
+        both = [gptq(), gptq(symmetric=True)]
+        self.check([one.dequantized("bfloat16") for one in both], stack_of([packed_weight(one, "bfloat16") for one in both], 2))
+
+    def test_outputs_of_no_whole_tile(self):
+        weight = PACKED["mxfp4"][0]()
+        assert stack_of([packed_weight(weight.rows(slice(first, first + 8)), "bfloat16") for first in (0, 8)], 2) is None
+
+
 def test_many_rows_are_packed_in_parts(monkeypatch):
     weight = rounded_to_nearest(matrix((88, 256)), "int4", "float16")
-    expected = packed_arrays([weight], "float16").values
-    monkeypatch.setattr("trt_kvcache.torch_engine.packing._CHUNK", 20 * 256)
-    np.testing.assert_array_equal(packed_arrays([weight], "float16").values, expected)
+    expected = packed_weight(weight, "float16").values
+    monkeypatch.setattr(packing, "_ON_DEVICE", 40 * 256)
+    monkeypatch.setattr(packing, "_OF_A_THREAD", 5 * 256)
+    assert torch.equal(packed_weight(weight, "float16").values, expected)
+
+
+class TestRoundedOnTheDevice:
+    def check(self, values, scheme, dtype, scales, device=CPU):
+        """The weight is that of ``rounded_to_nearest``, bit by bit."""
+        found = packing.rounded_weight(values, scheme, scales, dtype, Upload(device), HostMemory())
+        expected = packed_weight(rounded_to_nearest(values, scheme, scales), dtype)
+        assert (found.kind, found.group_shift, found.outputs, found.inputs) == (
+            *(expected.kind, expected.group_shift, expected.outputs, expected.inputs),
+        )
+        assert torch.equal(found.values.cpu(), expected.values)
+        assert found.scales.dtype == expected.scales.dtype
+        assert torch.equal(found.scales.cpu(), expected.scales)
+        assert found.zero_points is None
+        assert expected.zero_points is None
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    @pytest.mark.parametrize("scheme", ["int8", "int4", "int4:128"])
+    @pytest.mark.parametrize("shape", [(48, 256), (40, 200), (3, 8)])
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+    def test_weights_are_those_of_the_host(self, monkeypatch, device, scheme, shape, dtype):
+        monkeypatch.setattr(packing, "_ON_DEVICE", 17 * shape[1])
+        for seed in range(5):
+            values = np.random.default_rng(seed).normal(0, 0.02, shape).astype(np.float32)
+            values[0] = 0
+            self.check(values.astype(numpy_dtype(dtype)), scheme, dtype, dtype, torch.device(device))
+            self.check(values, scheme, dtype, "float32", torch.device(device))
+
+    def test_ties(self):
+        """Groups for which several divisors have the same error, and values halfway between two integers."""
+        values = np.random.default_rng(0).integers(-16, 17, (64, 256)).astype(np.float32) / 2
+        for scheme in ("int8", "int4"):
+            self.check(values.astype(np.float16), scheme, "float16", "float16")
+
+    @pytest.mark.parametrize("extreme", [6e-8, 6e4, np.inf, np.nan])
+    def test_a_group_near_an_end_of_the_dtype_is_left_to_the_host(self, extreme):
+        values = np.random.default_rng(0).normal(size=(48, 256)).astype(np.float16)
+        values[17, 32:64] = 0
+        values[17, 40] = extreme
+        assert packing.rounded_weight(values, "int4", "float16", "float16", Upload(CPU), HostMemory()) is None
+
+    def test_what_the_kernels_do_not_know_is_left_to_the_host(self):
+        values = np.random.default_rng(0).normal(size=(16, 36)).astype(np.float16)
+        assert packing.rounded_weight(values, "int8", "float16", "float16", Upload(CPU), HostMemory()) is None
+        large = np.full((16, 64), 1e5, np.float32)
+        assert packing.rounded_weight(large, "int8", "float32", "float16", Upload(CPU), HostMemory()) is None

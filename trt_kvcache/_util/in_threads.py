@@ -7,8 +7,8 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-#: Most threads: more of them wait for memory.
-_MOST = 16
+#: Most threads: more of them wait for the GIL.
+_MOST = 4
 
 
 def for_each(function: Callable[[_T], object], parts: Iterable[_T]) -> None:

@@ -18,6 +18,7 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slo
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError, EngineError
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.trt.module import TensorRT
@@ -143,7 +144,8 @@ class ResolvedOptions(BuildOptions):
     def cache_for(self, model: ModelConfig, quantized: QuantizedKV | None = None) -> DecoderCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options."""
         check_features(model, COMPUTED_FEATURES, "TensorRT's network", way_out='engine="torch" and engine="numpy" do.')
-        for head_dim in sorted({mixer.head_dim for mixer in model.attention_layers}):
+        ours = HEAD_DIMS if self.attention == "plugin" else ()
+        for head_dim in sorted({mixer.head_dim for mixer in model.attention_layers}.difference(ours)):
             if head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
                 raise ConfigError(
                     f"head_dim: expected a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, the model has {head_dim}. "

@@ -273,6 +273,29 @@ class Checkpoint:
         files = self._open_files()
         return self._quantized[name].read(ChainMap(self._merged, dict(files))) if name in self._quantized else None
 
+    def unrounded(self, name: str) -> tuple[npt.NDArray[Any], str, str] | None:
+        """Return the values of a weight that ``quantize`` rounds when it is read, so that a device can round them.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Returns
+        -------
+        tuple or None
+            Values ``[out, in]``, over the memory of the files; scheme; dtype of the scales. None for a weight that is not rounded.
+
+        Raises
+        ------
+        ClosedError
+            The checkpoint is closed.
+        """
+        files, rounded = self._open_files(), self._quantized.get(name)
+        if not isinstance(rounded, RoundedWeight):
+            return None
+        return rounded.unrounded(ChainMap(self._merged, dict(files))), rounded.quantized.scheme, rounded.quantized.dtype
+
     def super_blocks(self, name: str) -> SuperBlocks | None:
         """Return a matrix in Q4_K, Q5_K or Q6_K as a GGUF file stores it: :meth:`tensor` returns its values.
 
@@ -497,7 +520,7 @@ def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
     kinds, in_torch = sorted(set(gguf.dequantized.values())), ", ".join(SUPER_BLOCK_NBYTES)
     return (
         f"{gguf.path}: {len(gguf.dequantized)} tensor(s) in {' and '.join(kinds)} are dequantized when they are read, to "
-        f"{config.dtype} or the dtype that is asked for: engines keep Q8_0 and Q4_0 packed, PyTorch on a GPU also {in_torch}."
+        f"{config.dtype} or the dtype that is asked for: engines keep Q8_0, Q4_0 and MXFP4 packed, PyTorch on a GPU also {in_torch}."
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
@@ -19,6 +20,9 @@ from trt_kvcache.model.tensor_shapes import HEAD, final_norm_bias_name
 from trt_kvcache.model.weight_parts import WeightPart, exact_tensors, layer_parts
 
 ArrayT = TypeVar("ArrayT")
+
+#: Values that a thread rounds at a time.
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -200,8 +204,13 @@ class RoundedTensors:
     def _rounded(self, name: str, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if name in self.exact or np.can_cast(stored.dtype, self.dtype):
             return stored
-        with np.errstate(over="ignore"):
-            rounded = stored.astype(self.dtype)
-        if not np.isfinite(rounded).all():
-            raise CheckpointError(f"{self._checkpoint.path}: {name} has values that {self.dtype} cannot hold. Choose another dtype.")
+        rounded = np.empty(stored.shape, self.dtype)
+
+        def round_rows(rows: slice) -> None:
+            with np.errstate(over="ignore"):
+                rounded[rows] = stored[rows]
+            if not np.isfinite(rounded[rows]).all():
+                raise CheckpointError(f"{self._checkpoint.path}: {name} has values that {self.dtype} cannot hold. Choose another dtype.")
+
+        for_each(round_rows, row_slices(len(stored), stored[:1].size, _CHUNK))
         return rounded

@@ -63,8 +63,8 @@ def split_qkv(qkv: DeviceTensor, num_heads: int, num_kv_heads: int) -> tuple[Dev
 
 def attend(
     q: DeviceTensor,
-    k: DeviceTensor,
-    v: DeviceTensor,
+    k: DeviceTensor | None,
+    v: DeviceTensor | None,
     cache: DeviceTensor,
     lengths: DeviceTensor,
     *,
@@ -86,9 +86,12 @@ def attend(
     Parameters
     ----------
     q : DeviceTensor ``[B, s, num_heads, D]`` float16 or bfloat16
-        Before RoPE. The heads of a token are contiguous; slots and tokens may be strided (:func:`split_qkv`). D is 64, 80, 96, 128 or 256.
-    k, v : DeviceTensor ``[B, s, num_kv_heads, D]``
-        Before RoPE; ``num_heads`` is 1 to 16 times ``num_kv_heads``.
+        Before RoPE. The heads of a token are contiguous; slots and tokens may be strided (:func:`split_qkv`). D is 64, 80, 96, 128, 256
+        or 512.
+    k, v : DeviceTensor ``[B, s, num_kv_heads, D]``, or None
+        Before RoPE; ``num_heads`` is 1 to 16 times ``num_kv_heads``. Both None: the rows of the new tokens are in the cache already, as
+        a call for an earlier layer with the same ``lengths`` has appended them, and the call leaves the cache as it is. So layers share
+        K and V.
     cache : DeviceTensor ``[B, 2, num_kv_heads, S, D]``
         Of either layout: a view by ``get_combined_kv_cache``. Of the dtype of q, or of ``float8_e4m3fn`` or ``int8`` with ``kv_scales``.
         Keys are stored after RoPE. Rows that are not live are never used.
@@ -164,8 +167,11 @@ def attend(
         raise DTypeError(f"q: expected one of {', '.join(ELEMENT_TYPES)}, got {q.dtype}.")
     width, dtype, what = q.shape[1], *((q.dtype, "q") if quantized else (cache.dtype, "the cache"))
     _check_rows("q", q, (slots, width, q.shape[2], head_dim), cache, dtype, what)
-    _check_rows("k", k, (slots, width, kv_heads, head_dim), cache, dtype, what)
-    _check_rows("v", v, (slots, width, kv_heads, head_dim), cache, dtype, what)
+    if (k is None) != (v is None):
+        raise ShapeError(f"k, v: expected two tensors, or None for both, got {k!r} and {v!r}.")
+    for name, rows in (("k", k), ("v", v)):
+        if rows is not None:
+            _check_rows(name, rows, (slots, width, kv_heads, head_dim), cache, dtype, what)
     _check_rows("out", out, q.shape, cache, dtype, what)
     _check_kv_scales(kv_scales, cache)
     if not out.is_contiguous:
@@ -276,7 +282,8 @@ def _apply_rope(rows: Array, angles: Array | None) -> Array:
 
 
 def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    q, k, v, cache, out = (array_of(tensor) for tensor in (params.q, params.k, params.v, params.cache, params.out))
+    q, cache, out = (array_of(tensor) for tensor in (params.q, params.cache, params.out))
+    k, v = (None if tensor is None else array_of(tensor) for tensor in (params.k, params.v))
     width, tokens = q.shape[1], cache.shape[3]
     new_lengths = np.full(len(q), width) if params.new_lengths is None else array_of(params.new_lengths)
     table = None if params.cos_sin is None else array_of(params.cos_sin)
@@ -287,7 +294,8 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
         angles = None if table is None else table[past:end]
         queries = _apply_rope(q[slot, :count], angles).astype(np.float32)
         scales = all_scales[slot] if all_scales is not None and params.scales_per_token else all_scales
-        append_rows(cache[slot], scales, past, _apply_rope(k[slot, :count], angles), v[slot, :count], params.cache.dtype)
+        if k is not None and v is not None:
+            append_rows(cache[slot], scales, past, _apply_rope(k[slot, :count], angles), v[slot, :count], params.cache.dtype)
         out[slot, count:] = 0
         if not count:
             continue
@@ -310,7 +318,7 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
 
 
 def _attend_on_device(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    key = (params.q.shape, params.cache.shape, params.q.dtype, params.kv_scales is None)
+    key = (params.q.shape, params.cache.shape, params.q.dtype, params.kv_scales is None, params.k is None)
     plan = workspace.plans.get(key)
     if plan is None:
         plan = workspace.plans[key] = _decode_plan(params) or prefill_plan(params)
@@ -326,7 +334,7 @@ def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
 
 
 def _decode_plan(params: AttentionParams) -> DecodePlan | None:
-    if prefers_row_blocks(params):
+    if params.k is None or prefers_row_blocks(params):
         return None
     memory = params.memory
     quantized = params.kv_scales is not None
@@ -343,7 +351,7 @@ def _scales(params: AttentionParams) -> tuple[int, ...]:
 
 
 def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    memory, cache, (q, k, v) = params.memory, params.cache, (params.q, params.k, params.v)
+    memory, cache, q, (k, v) = params.memory, params.cache, params.q, _new_rows(params)
     slots, _, kv_heads, tokens, head_dim = cache.shape
     several = q.shape[1] > 1
     arguments = (
@@ -369,8 +377,14 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
     )
 
 
+def _new_rows(params: AttentionParams) -> tuple[DeviceTensor, DeviceTensor]:
+    assert params.k is not None
+    assert params.v is not None
+    return params.k, params.v
+
+
 def _append(params: AttentionParams, stream: Any) -> None:
-    memory, cache, (k, v) = params.memory, params.cache, (params.k, params.v)
+    memory, cache, (k, v) = params.memory, params.cache, _new_rows(params)
     slots, width, kv_heads, head_dim = k.shape
     # A thread for each chunk of eight elements; for a quantized cache a warp for each row.
     threads = width * kv_heads * (head_dim // 8 if params.kv_scales is None else _WARP)
@@ -391,12 +405,14 @@ def _append(params: AttentionParams, stream: Any) -> None:
 
 
 def _prefill(plan: PrefillPlan, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    memory, cache, (q, k, v) = params.memory, params.cache, (params.q, params.k, params.v)
-    if not plan.appends:
+    memory, cache, q = params.memory, params.cache, params.q
+    # a kernel that does not append reads neither k nor v
+    k, v = (q, q) if params.k is None else _new_rows(params)
+    if not plan.appends and params.k is not None:
         _append(params, stream)
     arguments = (
         *(params.lengths.ptr, address(params.new_lengths), cache.shape[3], params.window),
-        *(q.shape[0], k.shape[2], params.group, q.shape[1], plan.row_blocks, plan.order),
+        *(q.shape[0], cache.shape[2], params.group, q.shape[1], plan.row_blocks, plan.order),
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
         *(q.ptr, *_strides(0, q), *_strides(1, q), k.ptr, *_strides(0, k), *_strides(1, k), v.ptr, *_strides(0, v), *_strides(1, v)),
         *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap), address(params.sinks)),

@@ -17,9 +17,9 @@ class AttentionParams:
     """The arguments of :func:`~trt_kvcache.kernels.attend`, which describes shapes, dtypes and strides."""
 
     q: DeviceTensor  # [B, s, num_heads, D], before RoPE; slots and tokens may be strided
-    k: DeviceTensor  # [B, s, num_kv_heads, D], before RoPE, strided as q may be
-    v: DeviceTensor  # as k
-    cache: DeviceTensor  # [B, 2, num_kv_heads, S, D], of the dtype of q or quantized; k and v are appended in place
+    k: DeviceTensor | None  # [B, s, num_kv_heads, D], before RoPE, strided as q may be; None: the new rows are in the cache already
+    v: DeviceTensor | None  # as k
+    cache: DeviceTensor  # [B, 2, num_kv_heads, S, D], of the dtype of q or quantized; k and v, if given, are appended in place
     kv_scales: DeviceTensor | None = None  # float32, with a quantized cache: [2, num_kv_heads], read; or one a token, written with it
     lengths: DeviceTensor  # (B,) int32, live rows before the call: the position of the first new token
     new_lengths: DeviceTensor | None  # (B,) int32; None: all s tokens of each slot are new
@@ -38,7 +38,7 @@ class AttentionParams:
     @property
     def group(self) -> int:
         """Query heads for each K/V head."""
-        return self.q.shape[2] // self.k.shape[2]
+        return self.q.shape[2] // self.cache.shape[2]
 
     @property
     def scales_per_token(self) -> bool:

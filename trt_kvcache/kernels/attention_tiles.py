@@ -15,7 +15,10 @@ ELEMENT_TYPES = {"float16": "Float16", "bfloat16": "BFloat16"}
 STORED_TYPES = {"float8_e4m3fn": "Float8", "int8": "Int8"}
 
 #: The head dims that the kernels are compiled for.
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+
+#: Those of the decode kernels. With larger heads the prefill kernels, in which two warps divide the columns of a row, take decode steps.
+DECODE_HEAD_DIMS = HEAD_DIMS[:-1]
 
 #: Query heads for each K/V head, at most.
 MAX_GROUP = 16
@@ -160,6 +163,9 @@ _PREFILL_MACROS = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES",
 #: The architectures with ``wgmma``: four warps multiply together.
 _WARPGROUP_ARCHS = {"sm_90", "sm_990"}
 
+#: Head dims above this one: two warps divide the columns (``kColumnWarps`` in ``plugins/attention/config.cuh``).
+_MAX_WARP_COLUMNS = 256
+
 _UP_TO_128 = [
     (1, 8, 1, 128, 3, 1, 1, 0),
     (2, 4, 1, 128, 3, 1, 1, 0),
@@ -183,11 +189,23 @@ _WARPGROUP_VARIANTS = {
     ],
 }
 
+#: Where two warps divide the columns: with much shared memory, and with little, whose tiles have 16 keys.
+_DIVIDED_COLUMNS = [
+    (1, 2, 1, 32, 3, 1, 1, 0),
+    (2, 1, 1, 32, 2, 1, 1, 0),
+    (4, 1, 1, 32, 2, 2, 1, 0),
+    *[(4, 1, 1, 32, 2, 4, 1, 0)] * 2,
+    (4, 1, 1, 32, 2, 1, 1, 0),
+]
+_DIVIDED_COLUMNS_SMALL = [(1, 1, 1, 16, 2, 2, 1, 0), *[(2, 1, 1, 16, 2, 2, 1, 0)] * 5]
+
 
 @cache
 def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     """Return the macros of the prefill kernels: their names end with one of :data:`PREFILL_VARIANTS`."""
     large = shared_limit(arch) >= 227 * _KIB
+    if head_dim > _MAX_WARP_COLUMNS:
+        return _prefill_macros(_DIVIDED_COLUMNS if large else _DIVIDED_COLUMNS_SMALL)
     if arch in _WARPGROUP_ARCHS and large and head_dim % 64 == 0:
         return _prefill_macros(_WARPGROUP_VARIANTS[head_dim])
     if head_dim <= 128:
@@ -214,11 +232,15 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
 
 @cache
 def quantized_prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the prefill kernels over a quantized cache: fewer keys if tiles and quantized values do not fit.
+    """Return the macros of the prefill kernels over a quantized cache: fewer keys or rows if tiles and quantized values do not fit.
 
     With warpgroups a multiprocessor has one block of 128 rows at head dim 128: two would leave too few registers.
     """
     tiles = prefill_tiles(head_dim, arch)
+    if head_dim > _MAX_WARP_COLUMNS:
+        if shared_limit(arch) < 227 * _KIB:
+            return {**tiles, **{f"ROW_WARPS_{variant.upper()}": 1 for variant in PREFILL_VARIANTS}}
+        return {**tiles, **{f"TILE_KEYS_{variant.upper()}": 16 for variant in PREFILL_VARIANTS[2:]}}
     if head_dim > 128 and shared_limit(arch) < 227 * _KIB:
         return {**tiles, **{f"TILE_KEYS_{variant.upper()}": 16 for variant in ("64", "short", "wide", "whole")}}
     if head_dim == 128 and tiles["WARPGROUPS_WHOLE"]:
@@ -236,10 +258,9 @@ def _prefill_macros(variants: Sequence[tuple[int, ...]]) -> dict[str, int]:
 
 @cache
 def prefill_variant(head_dim: int, arch: str, variant: str, quantized: bool = False) -> PrefillVariant:
-    """Return the tile sizes of one of :data:`PREFILL_VARIANTS`, over a quantized cache or over one of 16 bits.
-
-    Shared memory has the ring of ``prefill_ring.cuh``; or two tiles, then the stages of ``prefill_stored_ring.cuh`` and the scales of keys.
-    """
+    """Return the tile sizes of one of :data:`PREFILL_VARIANTS`, over a quantized cache or over one of 16 bits."""
+    # Shared memory has q, then the ring of prefill_ring.cuh, or two tiles, the stages of prefill_stored_ring.cuh and the scales of keys;
+    # then, where two warps divide the columns, their sums for a tile.
     tiles = quantized_prefill_tiles(head_dim, arch) if quantized else prefill_tiles(head_dim, arch)
     row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm, warpgroups = (
         tiles[f"{macro}_{variant.upper()}"] for macro in _PREFILL_MACROS
@@ -250,5 +271,7 @@ def prefill_variant(head_dim: int, arch: str, variant: str, quantized: bool = Fa
     ring, scales = (2 * tile + (stages - 1) * tile // 2, 8 * tile_keys) if quantized else (stages * tile, 0)
     max_splits = (ring - fragments // 2 * _FRAGMENT_NBYTES) // _FRAGMENT_NBYTES
     rings = key_warps if warpgroups and not quantized else 1
-    warps, nbytes = row_warps * key_warps, rows * row + ring + scales
+    column_warps = 2 if head_dim > _MAX_WARP_COLUMNS else 1
+    sums = 4 * rows * tile_keys if column_warps > 1 else 0
+    warps, nbytes = row_warps * key_warps * column_warps, rows * row + ring + scales + sums
     return PrefillVariant(rows, warps, tile_keys // rings, min_tiles * rings, per_sm, nbytes, max_splits, bool(warpgroups))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, MAX_FEW_TOKENS, decode_block_nbytes, decode_tiles, few_tiles
+from trt_kvcache.kernels.attention_tiles import DECODE_HEAD_DIMS, DECODE_ROWS, MAX_FEW_TOKENS, decode_block_nbytes, decode_tiles, few_tiles
 
 
 class DecodePlan(NamedTuple):
@@ -29,11 +29,13 @@ class DecodePlan(NamedTuple):
 def decode_plan(
     cache: tuple[int, ...], width: int, group: int, arch: str, multiprocessors: int, quantized: bool = False
 ) -> DecodePlan | None:
-    """Return the launch for a cache ``[B, 2, num_kv_heads, S, D]``; None if a decode kernel has no room for the new tokens.
+    """Return the launch for a cache ``[B, 2, num_kv_heads, S, D]``; None if no decode kernel has room for the new tokens, or for a row.
 
     K and V are read once for all rows of a K/V head, so a few new tokens (``width``) take hardly longer than one.
     """
     (slots, _, kv_heads, tokens, head_dim), rows = cache, width * group
+    if head_dim not in DECODE_HEAD_DIMS:
+        return None
     if width == 1:
         source, tiles = "attention_decode", decode_tiles(head_dim, arch, quantized=quantized)
     else:

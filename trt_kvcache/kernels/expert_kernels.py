@@ -1,6 +1,7 @@
 """Products of a few rows with the experts that a router has chosen for them, at the speed of reading these experts.
 
-Shapes: n rows, k experts of each, E experts. For engines: nothing is checked.
+Shapes: n rows, k experts of each, E experts. Weights are in 16 bits, ``[E, out, in]``, or packed: a stack of E matrices of whole tiles of
+16 outputs; with a gate, of an even number of tiles. For engines: nothing is checked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from trt_kvcache.kernels.host_arrays import Array, array_of
 from trt_kvcache.kernels.kernel import Kernel
 from trt_kvcache.kernels.launch import address, launch, starts_early
 from trt_kvcache.kernels.linear_tiles import TILE_ROWS, LinearPlan, expert_plan, linear_plan
-from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, variant_name
+from trt_kvcache.kernels.packed_layout import count_tiles
+from trt_kvcache.kernels.packed_tensors import PackedTensors
+from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, PACKED_EXPERT_SOURCE, packed_variant_name, variant_name
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import ClampedSwiGLU
 
@@ -28,12 +31,16 @@ GATED_EPILOGUES, PLAIN_EPILOGUES = ("silu_mul", "gelu_tanh_mul"), ("relu2", "lin
 Epilogue: TypeAlias = str | ClampedSwiGLU
 
 
+#: Matrices of all experts.
+ExpertWeights: TypeAlias = DeviceTensor | PackedTensors
+
+
 # --- NumPy, for host memory ---
 
 
 def _up_on_host(
     x: DeviceTensor,
-    weight: DeviceTensor,
+    weight: ExpertWeights,
     bias: DeviceTensor | None,
     chosen: DeviceTensor,
     out: DeviceTensor,
@@ -48,7 +55,7 @@ def _up_on_host(
 
 def _down_on_host(
     x: DeviceTensor,
-    weight: DeviceTensor,
+    weight: ExpertWeights,
     bias: DeviceTensor | None,
     chosen: DeviceTensor,
     router_weights: DeviceTensor,
@@ -78,14 +85,15 @@ def _results(epilogue: Epilogue, product: Array) -> Array:
     return squares if epilogue == "relu2" else product
 
 
-def _product(rows: Array, weight: DeviceTensor, bias: DeviceTensor | None, expert: int) -> Array:
+def _product(rows: Array, weight: ExpertWeights, bias: DeviceTensor | None, expert: int) -> Array:
     """Return the product with an expert in float32."""
+    matrix = weight.on_host(rows.dtype, expert) if isinstance(weight, PackedTensors) else array_of(weight)[expert]
     with np.errstate(invalid="ignore"):  # infinity times a weight of 0
-        product: Array = rows.astype(np.float32) @ array_of(weight)[expert].astype(np.float32).T
+        product: Array = rows.astype(np.float32) @ matrix.astype(np.float32).T
     return product if bias is None else product + array_of(bias)[expert].astype(np.float32)
 
 
-# --- CUDA: launches of plugins/linear/experts.cu ---
+# --- CUDA: launches of plugins/linear/experts.cu and packed_experts.cu ---
 
 
 _WARP = 32
@@ -93,7 +101,7 @@ _WARP = 32
 
 def _up_on_device(
     x: DeviceTensor,
-    weight: DeviceTensor,
+    weight: ExpertWeights,
     bias: DeviceTensor | None,
     chosen: DeviceTensor,
     out: DeviceTensor,
@@ -103,15 +111,15 @@ def _up_on_device(
     clamped = epilogue if isinstance(epilogue, ClampedSwiGLU) else None
     has_gate = clamped is not None or epilogue in GATED_EPILOGUES
     memory: Any = out.memory
-    experts = min(len(weight), chosen.shape[0] * chosen.shape[1])  # at most, if no two rows have chosen the same ones
-    plan = expert_plan(out.shape[2], has_gate, experts, memory.arch, memory.multiprocessor_count)
+    experts = min(_count(weight), chosen.shape[0] * chosen.shape[1])  # at most, if no two rows have chosen the same ones
+    plan = expert_plan(out.shape[2], has_gate, experts, memory.arch, memory.multiprocessor_count, _kind(weight))
     name, limits = ("clamped_swiglu", (clamped.alpha, clamped.limit)) if clamped else (epilogue, (0.0, 0.0))
     _launch(f"experts_{name}", x, weight, bias, chosen, None, out, plan, limits, stream)
 
 
 def _down_on_device(
     x: DeviceTensor,
-    weight: DeviceTensor,
+    weight: ExpertWeights,
     bias: DeviceTensor | None,
     chosen: DeviceTensor,
     router_weights: DeviceTensor,
@@ -119,14 +127,14 @@ def _down_on_device(
     stream: Any,
 ) -> None:
     memory: Any = out.memory
-    plan = linear_plan(len(out), out.shape[1], False, memory.arch, memory.multiprocessor_count)
+    plan = linear_plan(len(out), out.shape[1], False, memory.arch, memory.multiprocessor_count, _kind(weight))
     _launch(f"experts_down_{plan.tile}", x, weight, bias, chosen, router_weights, out, plan, (0.0, 0.0), stream)
 
 
 def _launch(
     name: str,
     x: DeviceTensor,
-    weight: DeviceTensor,
+    weight: ExpertWeights,
     bias: DeviceTensor | None,
     chosen: DeviceTensor,
     router_weights: DeviceTensor | None,
@@ -136,27 +144,46 @@ def _launch(
     stream: Any,
 ) -> None:
     memory: Any = out.memory
-    tensors = (x.ptr, weight.ptr, address(bias), out.ptr, chosen.ptr, address(router_weights))
+    of_rows = (address(bias), out.ptr, chosen.ptr, address(router_weights))
+    sizes = (*chosen.shape, out.shape[-1], x.shape[-1], plan.tiles, plan.tile_outputs, *limits)
+    if isinstance(weight, PackedTensors):
+        source = packed_variant_name(PACKED_EXPERT_SOURCE, x.dtype, TILE_ROWS, weight.kind, weight.scales.dtype)
+        name = f"packed_{name}" if weight.zero_points is None else f"packed_zero_points_{name}"
+        matrices = (weight.values.ptr, weight.scales.ptr, address(weight.zero_points))
+        groups = (weight.scales.shape[1], weight.group_shift)
+        arguments: tuple[Any, ...] = (x.ptr, *matrices, *of_rows, *sizes, *groups)
+    else:
+        source = variant_name(EXPERT_SOURCE, x.dtype, TILE_ROWS)
+        arguments = (x.ptr, weight.ptr, *of_rows, *sizes)
     launch(
         memory,
-        variant_name(EXPERT_SOURCE, x.dtype, TILE_ROWS),
+        source,
         name,
         (plan.blocks, 1, 1),
-        (*tensors, *chosen.shape, out.shape[-1], weight.shape[2], plan.tiles, plan.tile_outputs, *limits),
+        arguments,
         stream,
         threads=_WARP * plan.warps,
         programmatic_dependent_launch=starts_early(memory),
     )
 
 
+def _count(weight: ExpertWeights) -> int:
+    """Return the number of experts."""
+    return len(weight.values) // count_tiles(weight.outputs) if isinstance(weight, PackedTensors) else len(weight)
+
+
+def _kind(weight: ExpertWeights) -> str | None:
+    return weight.kind if isinstance(weight, PackedTensors) else None
+
+
 # --- without checks, for engines ---
 
 
-#: Multiply rows ``[n, in]`` with the experts ``chosen`` int32 ``[n, k]``, different ones for a row: ``weight [E, width, in]``, ``bias [E,
-#: width]`` or None. ``out`` is the epilogue of the product, ``[n, k, width]``, or with a gate ``[n, k, width / 2]``.
+#: Multiply rows ``[n, in]`` with the experts ``chosen`` int32 ``[n, k]``, different ones for a row: ``bias [E, width]`` or None. ``out`` is
+#: the epilogue of the product, ``[n, k, width]``, or with a gate ``[n, k, width / 2]``.
 expert_up_kernel = Kernel(_up_on_host, _up_on_device)
 
-#: Multiply ``x [n, k, in]`` with the experts ``chosen``: ``weight [E, out, in]``. ``out`` ``[n, out]`` is the sum of the products of a
-#: row, times ``router_weights`` float32 ``[n, k]``. On a GPU these, ``chosen`` and ``weight`` are read early: the launch before this one on
-#: the stream may not write them.
+#: Multiply ``x [n, k, in]`` with the experts ``chosen``. ``out`` ``[n, out]`` is the sum of the products of a row, times ``router_weights``
+#: float32 ``[n, k]``. On a GPU these, ``chosen`` and the weights are read early: the launch before this one on the stream may not write
+#: them.
 expert_down_kernel = Kernel(_down_on_host, _down_on_device)

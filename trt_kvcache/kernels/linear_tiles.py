@@ -1,4 +1,4 @@
-"""Compile-time tile sizes of ``linear.cu`` and of the sources in ``linear/``, and blocks of their launches."""
+"""Compile-time tile sizes of ``linear.cu`` and the sources in ``linear``, and blocks of their launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _MIN_BUSY_SHARE = 0.95
 TILE_ROWS, FRAGMENT_INPUTS = 8, 64
 
 #: Packed weights: their types in the source, and bits of each.
-PACKED_TYPES, PACKED_BITS = {"int4": "Int4", "int8": "Int8"}, {"int4": 4, "int8": 8, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+PACKED_TYPES = {"int4": "Int4", "int8": "Int8", "e2m1": "E2m1"}
+PACKED_BITS = {"int4": 4, "int8": 8, "e2m1": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 
 #: The same for weights in super-blocks.
 SUPER_BLOCK_TYPES = {"q4_k": "Q4K", "q5_k": "Q5K", "q6_k": "Q6K"}
@@ -103,19 +104,20 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
 
 
 @lru_cache(maxsize=256)
-def expert_plan(outputs: int, gated: bool, experts: int, arch: str, multiprocessors: int) -> LinearPlan:
+def expert_plan(outputs: int, gated: bool, experts: int, arch: str, multiprocessors: int, packed: str | None = None) -> LinearPlan:
     """Return the launch for products of few rows into ``experts`` chosen experts of ``outputs`` columns each, with a gate or not.
 
-    Their tiles have as many outputs as give blocks the most equal amounts to read.
+    Their tiles have as many outputs as give blocks the most equal amounts to read. ``packed``: as for :func:`linear_plan`.
     """
-    tiles = linear_tiles(TILE_ROWS, arch)
+    tiles = linear_tiles(TILE_ROWS, arch, packed)
     slots, largest = multiprocessors * tiles.blocks_per_sm, SMALL_TILE if gated else LARGE_TILE
 
     def longest(size: int) -> int:
         """Outputs of the busiest block."""
         return -(-experts * -(-outputs // size) // slots) * size
 
-    size = min(range(largest, 3 * largest // 4, -1), key=longest)  # smaller ones have fewer loads in flight
+    smallest = 3 * largest // 4 if packed is None else largest - 1  # smaller ones have fewer loads in flight
+    size = min(range(largest, smallest, -1), key=longest)
     count = -(-outputs // size)
     return LinearPlan(TILE_ROWS, LARGE_TILE, count, size, tiles.warps, min(experts * count, slots), 0)
 

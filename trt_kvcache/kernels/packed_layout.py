@@ -1,14 +1,15 @@
 """Places of packed weights in memory, as ``plugins/linear/packed_values.cuh`` reads them.
 
-A fragment has 16 outputs and 64 inputs, ``int4`` in 512 bytes, ``int8`` in 1024; the fragments of 16 outputs are contiguous. A lane has 16
-bytes of a fragment, in ``int8`` 16 for each half of the inputs: lane ``4g + t`` has outputs g and g + 8, and of each half the inputs ``8t``
-to ``8t + 7``. Scales and zero points are ``[tiles of 16 outputs, groups, g, 2]``. Padding is zeros.
+A fragment has 16 outputs and 64 inputs, ``int4`` and ``e2m1`` in 512 bytes, ``int8`` in 1024; the fragments of 16 outputs are contiguous.
+A lane has 16 bytes of a fragment, in ``int8`` 16 for each half of the inputs: lane ``4g + t`` has outputs g and g + 8, and of each half the
+inputs ``8t`` to ``8t + 7``. Scales and zero points are ``[tiles of 16 outputs, groups, g, 2]``. Padding is zeros.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -21,15 +22,22 @@ FRAGMENT_OUTPUTS, FRAGMENT_INPUTS, HALF_INPUTS = 16, 64, 32
 ONE_GROUP = 30
 
 #: The zero point of weights that have none: int4 is stored as 0 to 15.
-MIDDLES = {"int4": 8, "int8": 0}
+MIDDLES = {"int4": 8, "int8": 0, "e2m1": 0}
+
+#: The dtype of scales of e2m1: e8m0, powers of two by their exponents.
+EXPONENTS = "uint8"
 
 #: Bytes of a fragment.
-FRAGMENT_NBYTES = {"int4": 512, "int8": 1024}
+FRAGMENT_NBYTES = {"int4": 512, "int8": 1024, "e2m1": 512}
 
-#: Dimensions of the bytes of a fragment. int4: g, t, row, half, the odd or even inputs, two bytes; each has two nibbles, a last dimension.
-#: int8: half, g, t, row, input. After tiles and fragments before them, their order in ``[tiles, row, g, fragments, half, t, inputs]``.
+#: Dimensions of the bytes of a fragment. Of 4 bits: g, t, row, half, the odd or even inputs, two bytes; each has two nibbles, a last
+#: dimension. int8: half, g, t, row, input. After tiles and fragments before them, their order in ``[tiles, row, g, fragments, half, t,
+#: inputs]``.
 STORED_SHAPES: dict[str, tuple[int, ...]] = {"int4": (8, 4, 2, 2, 2, 2), "int8": (2, 8, 4, 2, 8)}
 TO_ROWS: dict[str, tuple[int, ...]] = {"int4": (0, 4, 2, 1, 5, 3, 7, 8, 6), "int8": (0, 5, 3, 1, 2, 4, 6)}
+STORED_SHAPES["e2m1"], TO_ROWS["e2m1"] = STORED_SHAPES["int4"], TO_ROWS["int4"]
+
+_VALUE_DTYPES: dict[str, Any] = {"int4": np.uint8, "int8": np.int8, "e2m1": ml_dtypes.float4_e2m1fn}
 
 
 def count_tiles(outputs: int) -> int:
@@ -43,53 +51,17 @@ def count_groups(inputs: int, group_shift: int) -> int:
     return -(-halves >> group_shift)
 
 
-def pack_values(values: Array, kind: str) -> npt.NDArray[np.uint8]:
-    """Return quantized values ``[outputs, inputs]`` (int4: 0 to 15; int8) as bytes ``[tiles, fragments * bytes]``."""
-    outputs, inputs = values.shape
-    tiles, fragments = count_tiles(outputs), -(-inputs // FRAGMENT_INPUTS)
-    whole = values.view(np.uint8)
-    if values.shape != (tiles * FRAGMENT_OUTPUTS, fragments * FRAGMENT_INPUTS):
-        whole = np.zeros((tiles * FRAGMENT_OUTPUTS, fragments * FRAGMENT_INPUTS), np.uint8)
-        whole[:outputs, :inputs] = values.view(np.uint8)
-    # The eight inputs of a lane are one integer: loops over its bytes would take several times as long.
-    of_lanes = np.ascontiguousarray(whole).view("<u8").reshape(tiles, 2, 8, fragments, 2, 4)
-    if kind == "int8":
-        stored = of_lanes.transpose(0, 3, 4, 2, 5, 1)
-    else:
-        stored = _nibbles(of_lanes).transpose(0, 3, 2, 5, 1, 4)
-    return np.ascontiguousarray(stored).view(np.uint8).reshape(tiles, fragments * FRAGMENT_NBYTES[kind])
-
-
-def _nibbles(of_lanes: Array) -> Array:
-    """Return eight values of a byte each as the four bytes ``0 | 2 << 4, 4 | 6 << 4, 1 | 3 << 4, 5 | 7 << 4``."""
-    pairs = (of_lanes >> np.uint64(12) | of_lanes) & np.uint64(0x0000FFFF0000FFFF)  # 0 and 2, 1 and 3; 4 and 6, 5 and 7
-    found: Array = (pairs >> np.uint64(16) | pairs).astype("<u4")
-    outer: Array = found & np.uint32(0xFF0000FF)
-    inner = found & np.uint32(0x00FFFF00)
-    outer |= inner >> np.uint32(8) & np.uint32(0xFF00)
-    outer |= inner << np.uint32(8) & np.uint32(0xFF0000)
-    return outer
-
-
 def unpack_values(packed: Array, kind: str, shape: tuple[int, int]) -> Array:
-    """Return the quantized values ``[outputs, inputs]`` of :func:`pack_values`, as uint8 or int8."""
+    """Return the quantized values ``[outputs, inputs]`` of packed bytes, as uint8, int8 or e2m1."""
     stored = packed.reshape(len(packed), packed.shape[1] // FRAGMENT_NBYTES[kind], *STORED_SHAPES[kind])
-    if kind == "int4":
+    if kind != "int8":
         stored = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)
     whole = stored.transpose(TO_ROWS[kind]).reshape(len(packed) * FRAGMENT_OUTPUTS, -1)
-    values: Array = whole[: shape[0], : shape[1]].view(np.int8 if kind == "int8" else np.uint8)
+    values: Array = whole[: shape[0], : shape[1]].view(_VALUE_DTYPES[kind])
     return values
 
 
-def pack_rows(of_rows: Array, groups: int) -> Array:
-    """Return scales or zero points ``[outputs, groups]`` as ``[tiles, groups, 8, 2]``; ``groups``: with those of padding."""
-    tiles = count_tiles(len(of_rows))
-    whole = np.zeros((tiles * FRAGMENT_OUTPUTS, groups), of_rows.dtype)
-    whole[: len(of_rows), : of_rows.shape[1]] = of_rows
-    return np.ascontiguousarray(whole.reshape(tiles, 2, 8, groups).transpose(0, 3, 2, 1))
-
-
 def unpack_rows(packed: Array, outputs: int) -> Array:
-    """Return scales or zero points ``[outputs, groups]`` of :func:`pack_rows`."""
+    """Return scales or zero points ``[outputs, groups]`` of tiles."""
     rows: Array = packed.transpose(0, 3, 2, 1).reshape(len(packed) * FRAGMENT_OUTPUTS, packed.shape[1])[:outputs]
     return rows

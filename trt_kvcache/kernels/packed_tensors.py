@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from trt_kvcache.kernels.host_arrays import Array, array_of
 from trt_kvcache.kernels.launch import address
-from trt_kvcache.kernels.packed_layout import HALF_INPUTS, MIDDLES, unpack_rows, unpack_values
-from trt_kvcache.kernels.source_variants import SUPER_BLOCK_SOURCE, packed_variant_name, variant_name
+from trt_kvcache.kernels.packed_layout import HALF_INPUTS, MIDDLES, count_tiles, unpack_rows, unpack_values
+from trt_kvcache.kernels.source_variants import PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE, packed_variant_name, variant_name
 from trt_kvcache.kernels.super_block_layout import dequantized_super_blocks
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -47,17 +48,16 @@ class PackedMatrix(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensors:
-    """A matrix ``[outputs, inputs]`` in the layout of ``packed_layout.py``: ``(quantized value - zero point) * scale``, rounded once.
+    """A matrix ``[outputs, inputs]``: ``(quantized value - zero point) * scale``, rounded once. Inputs are a multiple of 8."""
 
-    A multiple of 8 inputs. On a GPU it is read before earlier launches on the stream have ended: none of them may still write it.
-    """
-
-    kind: str  # "int4" or "int8"
+    # The layout is that of ``packed_layout.py``; of a stack of matrices the tiles follow each other, see ``expert_kernels.py``.
+    # On a GPU weights are read before earlier launches on the stream have ended: none of them may still write them.
+    kind: str  # "int4", "int8", or "e2m1" with scales e8m0
     outputs: int
     inputs: int
     group_shift: int
     values: DeviceTensor  # uint8 [tiles, bytes]
-    scales: DeviceTensor  # [tiles, groups, 8, 2] in a dtype of SCALE_DTYPES
+    scales: DeviceTensor  # [tiles, groups, 8, 2] in a dtype of scale_dtypes()
     zero_points: DeviceTensor | None  # uint8 or int8 [tiles, groups, 8, 2]
 
     @property
@@ -77,17 +77,21 @@ class PackedTensors:
 
     def variant(self, dtype: str, rows: int) -> str:
         """See :class:`PackedMatrix`."""
-        return packed_variant_name(dtype, rows, self.kind, self.scales.dtype)
+        return packed_variant_name(PACKED_LINEAR_SOURCE, dtype, rows, self.kind, self.scales.dtype)
 
-    def on_host(self, dtype: np.dtype[Any]) -> Array:
-        """See :class:`PackedMatrix`."""
-        values = unpack_values(array_of(self.values), self.kind, (self.outputs, self.inputs)).astype(np.float32)
+    def on_host(self, dtype: np.dtype[Any], matrix: int = 0) -> Array:
+        """See :class:`PackedMatrix`; of a matrix of a stack."""
+        shape, count = (self.outputs, self.inputs), count_tiles(self.outputs)
+        tiles = slice(matrix * count, (matrix + 1) * count)
+        values = unpack_values(array_of(self.values)[tiles], self.kind, shape).astype(np.float32)
         group = np.arange(self.inputs) // HALF_INPUTS >> self.group_shift
         zero_points: Any = MIDDLES[self.kind]
         if self.zero_points is not None:
-            zero_points = unpack_rows(array_of(self.zero_points), self.outputs).astype(np.float32)[:, group]
-        scales = unpack_rows(array_of(self.scales), self.outputs).astype(np.float32)[:, group]
-        found: Array = ((values - zero_points) * scales).astype(dtype)
+            zero_points = unpack_rows(array_of(self.zero_points)[tiles], self.outputs).astype(np.float32)[:, group]
+        stored = unpack_rows(array_of(self.scales)[tiles], self.outputs)
+        scales = (stored.view(ml_dtypes.float8_e8m0fnu) if self.kind == "e2m1" else stored).astype(np.float32)[:, group]
+        with np.errstate(over="ignore"):
+            found: Array = ((values - zero_points) * scales).astype(dtype)
         return found
 
 

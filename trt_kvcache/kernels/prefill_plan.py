@@ -62,12 +62,13 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
     """Return the launch for a call with several new tokens per slot."""
     # The rows of a K/V head are its new tokens times its query heads: the fewer, the smaller a row block. If all row blocks can be resident
     # at once, the spare blocks split their K and V. Few tokens in several row blocks over a long cache, if it is quantized or not all of
-    # these are split, are faster in blocks of four warps, two to a multiprocessor, than of eight, though another launch appends.
+    # these are split, are faster in blocks of four warps, two to a multiprocessor, than of eight, though another launch appends. Over rows
+    # that are stored already nothing may append, which the kernels for few tokens do over a cache of 16 bits.
     width, rows, multiprocessors = params.q.shape[1], params.q.shape[1] * params.group, params.memory.multiprocessor_count
     few, wide = plan_of(params, "64"), plan_of(params, "wide")
     tokens, row_blocks = params.cache.shape[3], params.q.shape[0] * params.cache.shape[2] * wide.row_blocks
     is_long = tokens >= _LONG_CACHE * width and tokens * row_blocks >= _LONG_CACHE_KEYS_PER_SM * multiprocessors
-    if width <= MAX_APPENDED_WIDTH:
+    if width <= MAX_APPENDED_WIDTH and (params.k is not None or params.kv_scales is not None):
         if rows <= 16:
             few = plan_of(params, "16")
         elif rows <= 32 and not (few.variant.warpgroups and params.q.shape[3] >= _MIN_WARPGROUP_HEAD_DIM):

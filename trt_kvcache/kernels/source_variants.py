@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from trt_kvcache.kernels.attention_tiles import (
+    DECODE_HEAD_DIMS,
     ELEMENT_TYPES,
     HEAD_DIMS,
     STORED_TYPES,
@@ -15,6 +16,7 @@ from trt_kvcache.kernels.attention_tiles import (
     quantized_prefill_tiles,
 )
 from trt_kvcache.kernels.linear_tiles import PACKED_TYPES, ROW_COUNTS, SUPER_BLOCK_TYPES, TILE_ROWS, linear_macros
+from trt_kvcache.kernels.packed_layout import EXPONENTS
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: The functions that choose the macros of each attention source, by head dim and architecture.
@@ -33,31 +35,37 @@ RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurre
 #: The dtypes of states for each dtype of activations.
 STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 
-#: The sources of projections of few rows: with weights in 16 bits, with packed ones, those in super-blocks, and with those of chosen
-#: experts.
-LINEAR_SOURCE, PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE, EXPERT_SOURCE = "linear", "linear_packed", "linear_super_blocks", "linear_experts"
+#: The sources of projections of few rows, with weights in 16 bits, with packed ones, and those in super-blocks; and for chosen experts.
+LINEAR_SOURCE, PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE = "linear", "linear_packed", "linear_super_blocks"
+EXPERT_SOURCE, PACKED_EXPERT_SOURCE = "linear_experts", "linear_packed_experts"
 
-#: The dtypes of scales of packed weights for each dtype of activations.
+#: The dtypes of scales of packed integers for each dtype of activations.
 SCALE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float16", "float32")}
 
 _ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
+_SCALE_TYPES = {**_ELEMENT_TYPES, EXPONENTS: "E8m0"}
+
+
+def head_dims_of(source: str) -> tuple[int, ...]:
+    """Return the head dims that an attention source is compiled for."""
+    return HEAD_DIMS if source == "attention_prefill" else DECODE_HEAD_DIMS
 
 
 def variant_names(source: str) -> list[str]:
     """Return the names of all variants of a source."""
     if source in TILES:
-        return [
-            variant_name(source, dtype, dim, kv_dtype) for kv_dtype in (None, *STORED_TYPES) for dtype in ELEMENT_TYPES for dim in HEAD_DIMS
-        ]
+        kinds = [(dtype, kv_dtype) for kv_dtype in (None, *STORED_TYPES) for dtype in ELEMENT_TYPES]
+        return [variant_name(source, dtype, dim, kv_dtype) for dtype, kv_dtype in kinds for dim in head_dims_of(source)]
     if source in RECURRENT_SOURCES:
         return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
     if source == LINEAR_SOURCE:
         return [variant_name(source, dtype, rows) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS]
     if source == EXPERT_SOURCE:
         return [variant_name(source, dtype, TILE_ROWS) for dtype in ELEMENT_TYPES]
-    if source == PACKED_LINEAR_SOURCE:
-        pairs = [(dtype, scale) for dtype, scales in SCALE_DTYPES.items() for scale in scales]
-        return [packed_variant_name(dtype, rows, kind, scale) for dtype, scale in pairs for rows in ROW_COUNTS for kind in PACKED_TYPES]
+    if source in (PACKED_LINEAR_SOURCE, PACKED_EXPERT_SOURCE):
+        formats = [(dtype, kind, scale) for dtype in SCALE_DTYPES for kind in PACKED_TYPES for scale in scale_dtypes(dtype, kind)]
+        counts = ROW_COUNTS if source == PACKED_LINEAR_SOURCE else (TILE_ROWS,)
+        return [packed_variant_name(source, dtype, rows, kind, scale) for dtype, kind, scale in formats for rows in counts]
     if source == SUPER_BLOCK_SOURCE:
         return [variant_name(source, dtype, rows, kind) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS for kind in SUPER_BLOCK_TYPES]
     return [source]
@@ -72,9 +80,14 @@ def variant_name(source: str, dtype: str, second: int | str, stored: str | None 
     return name if stored in (None, dtype) else f"{name}-{stored}"
 
 
-def packed_variant_name(dtype: str, rows: int, kind: str, scale_dtype: str) -> str:
-    """Return the name of a variant for packed weights."""
-    return f"{PACKED_LINEAR_SOURCE}-{dtype}-{rows}-{kind}-{scale_dtype}"
+def scale_dtypes(dtype: str, kind: str) -> tuple[str, ...]:
+    """Return the dtypes of scales of a kind of packed weights for a dtype of activations."""
+    return (EXPONENTS,) if kind == "e2m1" else SCALE_DTYPES[dtype]
+
+
+def packed_variant_name(source: str, dtype: str, rows: int, kind: str, scale_dtype: str) -> str:
+    """Return the name of a variant of a source for packed weights."""
+    return f"{source}-{dtype}-{rows}-{kind}-{scale_dtype}"
 
 
 def variant_macros(name: str, arch: str) -> dict[str, str]:
@@ -85,10 +98,10 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
     dtype, second, *kv_dtype = variant.split("-")  # of packed weights: quantized values and scales
     if source in RECURRENT_SOURCES:
         return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second], "CHUNK_TOKENS": str(chunk_tokens(arch))}
-    if source in (LINEAR_SOURCE, PACKED_LINEAR_SOURCE, EXPERT_SOURCE):
+    if source in (LINEAR_SOURCE, PACKED_LINEAR_SOURCE, EXPERT_SOURCE, PACKED_EXPERT_SOURCE):
         packed, scale = kv_dtype or (None, None)
         macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, packed).items()}
-        stored = {} if packed is None or scale is None else {"STORED": PACKED_TYPES[packed], "SCALE": _ELEMENT_TYPES[scale]}
+        stored = {} if packed is None or scale is None else {"STORED": PACKED_TYPES[packed], "SCALE": _SCALE_TYPES[scale]}
         return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, **macros}
     if source == SUPER_BLOCK_SOURCE:
         macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, kv_dtype[0]).items()}

@@ -17,9 +17,6 @@ from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_INPUTS,
     FRAGMENT_NBYTES,
     FRAGMENT_OUTPUTS,
-    count_tiles,
-    pack_rows,
-    pack_values,
     unpack_rows,
     unpack_values,
 )
@@ -40,67 +37,28 @@ MIDDLES = {"q4_k": 0, "q5_k": 0, "q6_k": 32}
 FACTORS = {"q4_k": 2, "q5_k": 2, "q6_k": 1}
 
 #: Bytes of the lowest four bits of a fragment, and of a word of all lanes.
-_LOW_NBYTES, _WORD_NBYTES = FRAGMENT_NBYTES["int4"], 128
-
-_OUTER = np.uint64(0x0001000100010001)
+LOW_NBYTES, _WORD_NBYTES = FRAGMENT_NBYTES["int4"], 128
 
 
 def fragment_nbytes(kind: str) -> int:
     """Return the bytes of a fragment."""
-    return _LOW_NBYTES + _WORD_NBYTES * HIGH_BITS[kind]
+    return LOW_NBYTES + _WORD_NBYTES * HIGH_BITS[kind]
 
 
-def pack_super_blocks(values: Array, kind: str) -> npt.NDArray[np.uint8]:
-    """Return quantized values ``[outputs, inputs]`` (uint8) as bytes ``[tiles, fragments * bytes]``."""
-    low = pack_values(values & np.uint8(15), "int4")
-    if not HIGH_BITS[kind]:
-        return low
-    tiles, fragments = len(low), values.shape[1] // FRAGMENT_INPUTS
-    high = np.zeros((tiles * FRAGMENT_OUTPUTS, values.shape[1]), np.uint8)
-    np.right_shift(values, 4, out=high[: len(values)])
-    words = _words(high.view("<u8").reshape(tiles, 2, 8, fragments, 2, 4), HIGH_BITS[kind])
-    packed = np.empty((tiles, fragments, fragment_nbytes(kind)), np.uint8)
-    packed[:, :, :_LOW_NBYTES] = low.reshape(tiles, fragments, -1)
-    packed[:, :, _LOW_NBYTES:] = words.view(np.uint8).reshape(tiles, fragments, -1)
-    return packed.reshape(tiles, -1)
-
-
-def _words(of_lanes: Array, bits: int) -> npt.NDArray[np.uint32]:
-    """Return the words ``[tiles, fragments, g, t, words]`` of other bits; ``of_lanes``: 8 values ``[tiles, i, g, fragments, half, t]``."""
-    even, odd = (_together(of_lanes >> np.uint64(shift), bits) for shift in (0, 8))
-    pairs = even | odd << np.uint32(16)
-    tiles, _, g, fragments, _, t = of_lanes.shape
-    words = np.zeros((tiles, fragments, g, t, bits), np.uint32)
-    for i in range(2):
-        for half in range(2):
-            word, shift = divmod(4 * bits * (2 * i + half), 16)
-            words[..., word] |= pairs[:, i, :, :, half].transpose(0, 2, 1, 3) << np.uint32(shift)
-    return words
-
-
-def _together(of_lanes: Array, bits: int) -> npt.NDArray[np.uint32]:
-    """Return the lowest bits of bytes 0, 2, 4 and 6 beside each other."""
-    apart = of_lanes & _OUTER * np.uint64((1 << bits) - 1)
-    step = 16 - bits
-    joined = apart | apart >> np.uint64(step) | apart >> np.uint64(2 * step) | apart >> np.uint64(3 * step)
-    found: npt.NDArray[np.uint32] = joined.astype(np.uint32) & np.uint32((1 << 4 * bits) - 1)
-    return found
-
-
-def unpack_super_blocks(packed: Array, kind: str, shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """Return the quantized values ``[outputs, inputs]`` of :func:`pack_super_blocks`."""
+def unpack_super_blocks(packed: Array, kind: str, shape: tuple[int, int]) -> Array:
+    """Return the quantized values ``[outputs, inputs]`` of packed bytes."""
     bits, tiles, fragments = HIGH_BITS[kind], len(packed), shape[1] // FRAGMENT_INPUTS
     stored = packed.reshape(tiles, fragments, -1)
-    low = np.ascontiguousarray(stored[:, :, :_LOW_NBYTES]).reshape(tiles, -1)
-    values: npt.NDArray[np.uint8] = unpack_values(low, "int4", shape)
+    low = np.ascontiguousarray(stored[:, :, :LOW_NBYTES]).reshape(tiles, -1)
+    values: Array = unpack_values(low, "int4", shape)
     if not bits:
         return values
-    words = np.ascontiguousarray(stored[:, :, _LOW_NBYTES:]).view("<u4").reshape(tiles, fragments, 8, 4, bits)
+    words = np.ascontiguousarray(stored[:, :, LOW_NBYTES:]).view("<u4").reshape(tiles, fragments, 8, 4, bits)
     word, shift = high_bit_places(bits)
     high = (words[..., word] >> shift.astype(np.uint32)).astype(np.uint8) & np.uint8((1 << bits) - 1)
     whole = high.transpose(HIGH_TO_ROWS).reshape(tiles * FRAGMENT_OUTPUTS, -1)[: shape[0]]
-    values = values | whole << np.uint8(4)
-    return values
+    found: Array = values | whole << np.uint8(4)
+    return found
 
 
 #: Dimensions of other bits after tiles and fragments: g, t, row, half, pair, odd; their order in rows.
@@ -114,24 +72,11 @@ def high_bit_places(bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
     return word, shift
 
 
-def pack_scales(scales: Array) -> npt.NDArray[np.uint8]:
-    """Return two bytes for each half of each output, ``[outputs, inputs / 32, 2]``, as ``[tiles, fragments, 8, 8]``."""
-    outputs, halves, _ = scales.shape
-    of_tiles = pack_rows(np.ascontiguousarray(scales).view(np.uint16)[..., 0], halves)
-    of_fragments = of_tiles.reshape(count_tiles(outputs), halves // 2, 2, 8, 2).transpose(0, 1, 3, 2, 4)
-    return np.ascontiguousarray(of_fragments).view(np.uint8).reshape(count_tiles(outputs), halves // 2, 8, 8)
-
-
 def unpack_scales(packed: Array, outputs: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes ``[outputs, inputs / 32, 2]`` of :func:`pack_scales`."""
+    """Return the bytes ``[outputs, inputs / 32, 2]`` of packed scales."""
     of_rows = packed.reshape(*packed.shape[:3], 2, 2, 2).transpose(0, 4, 2, 1, 3, 5)
     found: npt.NDArray[np.uint8] = of_rows.reshape(len(packed) * FRAGMENT_OUTPUTS, -1, 2)[:outputs]
     return found
-
-
-def pack_factors(factors: Array) -> npt.NDArray[np.float16]:
-    """Return factors ``[outputs, super-blocks, count]`` as ``[tiles, super-blocks, 8, 2, count]``."""
-    return np.stack([pack_rows(factors[..., index], factors.shape[1]) for index in range(factors.shape[2])], axis=-1)
 
 
 def dequantized_super_blocks(values: Array, scales: Array, factors: Array, kind: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:

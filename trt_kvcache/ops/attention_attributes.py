@@ -41,7 +41,7 @@ class AttentionAttributes:
 
     num_heads: int  # 1 to 16 query heads share a K/V head
     num_kv_heads: int
-    head_dim: int  # 64, 80, 96, 128 or 256
+    head_dim: int  # 64, 80, 96, 128, 256 or 512
     scale: float = 0.0  # of the scores q k, 1e-6 to 1e6; 0 for 1 / sqrt(head_dim)
     window: int = 0  # tokens that a token attends to, itself included; 0 for all
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap), 1e-6 to 1e6; 0 for none

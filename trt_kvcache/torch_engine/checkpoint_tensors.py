@@ -13,10 +13,11 @@ from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.torch_engine.kernel_variants import packed_variant
+from trt_kvcache.model.weight_parts import expert_tensors
+from trt_kvcache.torch_engine.kernel_variants import packed_variants
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
-from trt_kvcache.torch_engine.packing import packed_arrays
+from trt_kvcache.torch_engine.packing import packed_weight, rounded_weight
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
 from trt_kvcache.torch_engine.upload import Upload
 
@@ -35,6 +36,7 @@ class CheckpointTensors:
         self._checkpoint, self._dtype, self._memory = checkpoint, dtype, memory
         self._upload = Upload(device)
         self._rounded = RoundedTensors(checkpoint, dtype, progress)
+        self._experts = expert_tensors(checkpoint.config)
         self._last: tuple[str, QuantizedWeight | SuperBlocks | None] = ("", None)
 
     def load(self, name: str) -> torch.Tensor:
@@ -45,17 +47,32 @@ class CheckpointTensors:
 
     def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""
-        if self._last[0] != name:  # reading may round all of it, or bring its rows into another order
-            self._last = name, self._checkpoint.quantized_weight(name) or self._checkpoint.super_blocks(name)
-        packed = None if self._last[1] is None else self._packed(self._last[1], rows)
+        packed = self._rounded_weight(name, rows) or self._packed_weight(name, rows)
         if packed is None:
             return None
         self._rounded.count(name)
-        compile_ahead([packed_variant(packed, self._dtype)], self._memory.arch)  # type: ignore[attr-defined]  # a GPU
+        compile_ahead(packed_variants(packed, self._dtype, of_expert=name in self._experts), self._memory.arch)  # type: ignore[attr-defined]  # a GPU
         return packed
 
-    def _packed(self, stored: QuantizedWeight | SuperBlocks, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
-        if isinstance(stored, SuperBlocks):
-            return SuperBlockWeight.of(stored.of_rows(rows), self._dtype, self._upload, self._memory)
-        arrays = packed_arrays([stored.rows(some) for some in rows], self._dtype)
-        return None if arrays is None else PackedWeight.of(arrays, self._dtype, self._upload, self._memory)
+    def _rounded_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
+        unrounded = self._checkpoint.unrounded(name)
+        if unrounded is None:
+            return None
+        values, scheme, scales_dtype = unrounded
+        chosen = values[rows[0]] if len(rows) == 1 else np.concatenate([values[some] for some in rows])
+        return rounded_weight(chosen, scheme, scales_dtype, self._dtype, self._upload, self._memory)
+
+    def _packed_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
+        if self._last[0] != name:  # reading may round all of it, or bring its rows into another order
+            self._last = name, self._stored(name)
+        weight = self._last[1]
+        if weight is None:
+            return None
+        if isinstance(weight, SuperBlocks):
+            return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
+        return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
+
+    def _stored(self, name: str) -> QuantizedWeight | SuperBlocks | None:
+        """Return a weight as it is stored. The kernels for experts do not know super-blocks."""
+        quantized = self._checkpoint.quantized_weight(name)
+        return self._checkpoint.super_blocks(name) if quantized is None and name not in self._experts else quantized

@@ -233,7 +233,7 @@ class TorchEngine(DecoderEngine):
             states=KernelStates(step, self._views, stream) if self._has_state_kernels else TorchStates(step),
             elementwise=elementwise,
             projections=projections,
-            experts=KernelExperts(experts, elementwise, self._views, stream) if has_kernels else experts,
+            experts=KernelExperts(experts, elementwise, self._views, stream) if has_kernels or self._workspace is not None else experts,
         )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:

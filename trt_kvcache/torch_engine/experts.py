@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections
+from trt_kvcache.torch_engine.packed_stack import PackedStack
 
 #: Rows up to which products have fixed shapes on a GPU, so that a step can be captured. All experts together then take the time to read
 #: their weights, not to multiply them.
@@ -44,7 +45,7 @@ class SortedProducts:
 
 
 class FixedProducts:
-    """Products of few rows by operations of fixed shapes, for which no host waits; more rows are left to :class:`SortedProducts`.
+    """Products of few rows by operations of fixed shapes, for which no host waits. :class:`SortedProducts` has more, and packed weights.
 
     The weights of the chosen experts are gathered, or all experts are multiplied if that reads and writes less.
     """
@@ -54,13 +55,15 @@ class FixedProducts:
 
     def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See :class:`ExpertProducts`."""
-        if len(rows) > MAX_FIXED_ROWS:
+        if len(rows) > MAX_FIXED_ROWS or isinstance(experts.inputs, PackedStack) or isinstance(experts.down, PackedStack):
             return self._sorted(rows, chosen, weights, experts)
         if _GATHER_ACCESSES * chosen.numel() <= len(experts.inputs):
-            return _sums(self._gathered(rows, chosen, experts), weights)
-        return _sums(self._of_all(rows, chosen, experts), weights)
+            return _sums(self._gathered(rows, chosen, experts, experts.inputs, experts.down), weights)
+        return _sums(self._of_all(rows, chosen, experts, experts.inputs, experts.down), weights)
 
-    def _gathered(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+    def _gathered(
+        self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts, inputs: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
         indices = chosen.flatten()
 
         def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -68,17 +71,17 @@ class FixedProducts:
             return out if bias is None else out + bias[indices, None]
 
         repeated = rows[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)[:, None]
-        inner = self._elementwise.inner(product(repeated, experts.inputs, experts.inputs_bias), experts.config)
-        return product(inner, experts.down, experts.down_bias).view(*chosen.shape, -1)
+        inner = self._elementwise.inner(product(repeated, inputs, experts.inputs_bias), experts.config)
+        return product(inner, down, experts.down_bias).view(*chosen.shape, -1)
 
-    def _of_all(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
+    def _of_all(self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts, inputs: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             out = torch.bmm(x, weight.mT)
             return out if bias is None else out + bias[:, None]
 
-        repeated = rows.expand(len(experts.inputs), -1, -1)
-        inner = self._elementwise.inner(product(repeated, experts.inputs, experts.inputs_bias), experts.config)
-        out = product(inner, experts.down, experts.down_bias)
+        repeated = rows.expand(len(inputs), -1, -1)
+        inner = self._elementwise.inner(product(repeated, inputs, experts.inputs_bias), experts.config)
+        out = product(inner, down, experts.down_bias)
         return out[chosen, torch.arange(len(rows), device=rows.device)[:, None]]
 
 

@@ -12,6 +12,7 @@ from trt_kvcache.kernels.expert_kernels import (
     MAX_EXPERT_ROWS,
     PLAIN_EPILOGUES,
     Epilogue,
+    ExpertWeights,
     expert_down_kernel,
     expert_up_kernel,
 )
@@ -19,11 +20,16 @@ from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import ClampedSwiGLU, MlpConfig
 from trt_kvcache.torch_engine.device_views import DeviceViews
+from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS
 from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Experts
+from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
 
 
 class KernelExperts:
-    """Products of a few rows by our kernels, of more by ``others``. No work in flight may write weights: the kernels prefetch them."""
+    """Products of a few rows by our kernels, of more by ``others``. No work in flight may write weights: the kernels prefetch them.
+
+    Rows of packed experts are few as long as a step may be captured: several launches have up to 8 of them each.
+    """
 
     def __init__(self, others: ExpertProducts, elementwise: Elementwise, views: DeviceViews, stream: Any) -> None:
         self._others, self._elementwise, self._views, self._stream = others, elementwise, views, stream
@@ -33,10 +39,13 @@ class KernelExperts:
         if not _fits(rows, chosen, experts):
             return self._others(rows, chosen, weights, experts)
         choices, factors = chosen.int(), weights.contiguous()
-        inner = self._inner(rows, choices, experts)
         out = rows.new_empty((len(rows), experts.down.shape[1]))
+        step = min(MAX_EXPERT_ROWS, MAX_EXPERT_PAIRS // chosen.shape[1])
         down, view = self._matrices(experts.down, experts.down_bias), self._views.of
-        expert_down_kernel(view(inner), *down, view(choices), view(factors), view(out), self._stream)
+        for one in zip(rows.split(step), choices.split(step), factors.split(step), out.split(step), strict=True):
+            some, of_rows, by, results = one
+            inner = self._inner(some, of_rows, experts)
+            expert_down_kernel(view(inner), *down, view(of_rows), view(by), view(results), self._stream)
         return out
 
     def _inner(self, rows: torch.Tensor, choices: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -50,8 +59,9 @@ class KernelExperts:
             return results
         return self._elementwise.inner(results, config)
 
-    def _matrices(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[DeviceTensor, DeviceTensor | None]:
-        return self._views.of(weight), None if bias is None else self._views.of(bias)
+    def _matrices(self, weight: MatrixStack, bias: torch.Tensor | None) -> tuple[ExpertWeights, DeviceTensor | None]:
+        matrices = weight.tensors if isinstance(weight, PackedStack) else self._views.of(weight)
+        return matrices, None if bias is None else self._views.of(bias)
 
 
 def epilogue_of(config: MlpConfig) -> Epilogue:
@@ -64,7 +74,9 @@ def epilogue_of(config: MlpConfig) -> Epilogue:
 
 def _fits(rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> bool:
     """Return True if the kernels support these tensors."""
+    if experts.is_packed:
+        return 0 < len(rows) <= MAX_FIXED_ROWS and chosen.shape[1] <= MAX_EXPERT_PAIRS and rows.is_contiguous()
     if not 0 < len(rows) <= MAX_EXPERT_ROWS or chosen.numel() > MAX_EXPERT_PAIRS:
         return False
-    read = (rows, experts.inputs, experts.down)
+    read = [rows, *(one for one in (experts.inputs, experts.down) if isinstance(one, torch.Tensor))]
     return all(one.is_contiguous() and one.shape[-1] % INPUT_GRANULE == 0 and one.data_ptr() % GRANULE_NBYTES == 0 for one in read)

@@ -6,9 +6,18 @@ from collections.abc import Iterator
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, TILE_ROWS
-from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, LINEAR_SOURCE, TILES, variant_name
+from trt_kvcache.kernels.source_variants import (
+    EXPERT_SOURCE,
+    LINEAR_SOURCE,
+    PACKED_EXPERT_SOURCE,
+    TILES,
+    head_dims_of,
+    packed_variant_name,
+    variant_name,
+)
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
+from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 
 def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> Iterator[str]:
@@ -18,13 +27,18 @@ def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> It
     head_dims = sorted({mixer.head_dim for mixer in model.attention_layers} & set(HEAD_DIMS))
     yield from (variant_name("attention_prefill", dtype, head_dim, kv_dtype) for head_dim in head_dims)
     yield "sampling_choose"
-    yield from (variant_name(source, dtype, head_dim, kv_dtype) for source in TILES for head_dim in head_dims)
+    yield from (
+        variant_name(source, dtype, head_dim, kv_dtype) for source in TILES for head_dim in head_dims if head_dim in head_dims_of(source)
+    )
     yield variant_name(LINEAR_SOURCE, dtype, ROW_COUNTS[0])
     if any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers):
         yield variant_name(EXPERT_SOURCE, dtype, TILE_ROWS)
     yield from ("decoder_layer", "lengths")
 
 
-def packed_variant(weight: PackedMatrix, dtype: str) -> str:
-    """Return the variant of decode steps for a packed weight."""
-    return weight.tensors.variant(dtype, ROW_COUNTS[0])
+def packed_variants(weight: PackedMatrix, dtype: str, *, of_expert: bool) -> Iterator[str]:
+    """Yield the variants of decode steps for a packed weight, and of prompts for one of an expert."""
+    if of_expert and isinstance(weight, PackedWeight):
+        scales = str(weight.scales.dtype).removeprefix("torch.")
+        yield packed_variant_name(PACKED_EXPERT_SOURCE, dtype, TILE_ROWS, weight.kind, scales)
+    yield weight.tensors.variant(dtype, ROW_COUNTS[0])

@@ -17,6 +17,7 @@ from trt_kvcache.model import ClampedSwiGLU, MlpConfig
 from trt_kvcache.model.mlp_config import Activation
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
+from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
 
 #: A matrix ``[out, in]``.
 TorchMatrix: TypeAlias = torch.Tensor | PackedMatrix | PackedParts
@@ -78,14 +79,19 @@ class DeltaGates:
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """The weights of all experts of a layer: ``inputs`` ``[E, width, hidden]``, with the rows of gate, if there is one, then of up, and
-    ``down`` ``[E, hidden, intermediate]``; biases ``[E, out]`` or None.
+    ``down`` ``[E, hidden, intermediate]``, both packed or neither; biases ``[E, out]`` or None.
     """
 
     config: MlpConfig
-    inputs: torch.Tensor
+    inputs: MatrixStack
     inputs_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: MatrixStack
     down_bias: torch.Tensor | None
+
+    @property
+    def is_packed(self) -> bool:
+        """True if the weights are packed."""
+        return isinstance(self.inputs, PackedStack)
 
     def of(self, expert: int) -> tuple[TorchProjection, TorchProjection]:
         """Return the projections of one expert: into it, and out of it."""

@@ -8,19 +8,13 @@ from functools import cached_property
 
 import torch
 
-from trt_kvcache.kernels.packed_layout import (
-    FRAGMENT_OUTPUTS,
-    HALF_INPUTS,
-    MIDDLES,
-    STORED_SHAPES,
-    TO_ROWS,
-)
+from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
+from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES
 from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
-from trt_kvcache.torch_engine.packing import PackedArrays
-from trt_kvcache.torch_engine.upload import Upload
+from trt_kvcache.torch_engine.packed_places import unpack_rows, unpack_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +30,6 @@ class PackedWeight(PackedMatrix):
     values: torch.Tensor
     scales: torch.Tensor
     zero_points: torch.Tensor | None
-
-    @classmethod
-    def of(cls, arrays: PackedArrays, dtype: str, upload: Upload, memory: Memory) -> PackedWeight:
-        """Return the matrix on the device of ``memory``, to which ``upload`` copies."""
-        return cls(
-            dtype=getattr(torch, dtype),
-            memory=memory,
-            kind=arrays.kind,
-            outputs=arrays.outputs,
-            inputs=arrays.inputs,
-            group_shift=arrays.group_shift,
-            values=upload(arrays.values),
-            scales=upload(arrays.scales),
-            zero_points=None if arrays.zero_points is None else upload(arrays.zero_points),
-        )
 
     @cached_property
     def tensors(self) -> PackedTensors:
@@ -72,19 +51,14 @@ class PackedWeight(PackedMatrix):
 
     def dequantized(self) -> torch.Tensor:
         """See :class:`PackedMatrix`."""
-        values = self.values.view(len(self.values), -1, *STORED_SHAPES[self.kind])
-        if self.kind == "int4":
-            values = torch.stack((values & 15, values >> 4), dim=-1)
-        else:
-            values = values.view(torch.int8)
-        values = values.permute(TO_ROWS[self.kind]).reshape(len(self.values) * FRAGMENT_OUTPUTS, -1)[: self.outputs, : self.inputs]
+        values = unpack_values(self.values, self.kind, self.outputs, self.inputs)
         group = torch.arange(self.inputs, device=values.device) // HALF_INPUTS >> self.group_shift
-        zero_points = MIDDLES[self.kind] if self.zero_points is None else self._of_rows(self.zero_points).float()[:, group]
-        return ((values.float() - zero_points) * self._of_rows(self.scales).float()[:, group]).to(self.dtype)
-
-    def _of_rows(self, of_tiles: torch.Tensor) -> torch.Tensor:
-        """Return scales or zero points ``[outputs, groups]``."""
-        return of_tiles.permute(0, 3, 2, 1).reshape(-1, of_tiles.shape[1])[: self.outputs]
+        scales = unpack_rows(self.scales, self.outputs)
+        if self.kind == "e2m1":
+            table = torch.tensor(E2M1_VALUES.tolist(), device=values.device)
+            return (table[values.int()] * scales.view(torch.float8_e8m0fnu).float()[:, group]).to(self.dtype)
+        zero_points = MIDDLES[self.kind] if self.zero_points is None else unpack_rows(self.zero_points, self.outputs).float()[:, group]
+        return ((values.float() - zero_points) * scales.float()[:, group]).to(self.dtype)
 
 
 def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:

@@ -27,16 +27,18 @@ class RoutedMlp:
 
     @property
     def outputs(self) -> int:
-        """Outputs of the widest products of one token: with all experts, as steps of few tokens may compute them."""
+        """Outputs of the widest products of one token: with all experts, as steps of few tokens may compute them unless they are packed."""
         widths: list[int] = [*self.experts.inputs.shape[1:]]
-        return self.config.router.num_experts * max(widths)
+        router = self.config.router
+        return (router.experts_per_token if self.experts.is_packed else router.num_experts) * max(widths)
 
     @classmethod
     def of(cls, config: RoutedMlpConfig, stored: StoredWeights) -> RoutedMlp:
         """Return the MLP with stored weights."""
         names = ("gate", "up") if config.expert.gated else ("up",)
-        inputs, inputs_bias = stored.stacked(*(f"expert_{name}" for name in names))
-        down, down_bias = stored.stacked("expert_down")
+        inputs_names, down_names = tuple(f"expert_{name}" for name in names), ("expert_down",)
+        inputs, down = stored.stacks(inputs_names, down_names)
+        inputs_bias, down_bias = stored.stacked(inputs_names, ".bias"), stored.stacked(down_names, ".bias")
         return cls(
             config=config,
             router=RouterWeights(weight=stored["router.weight"], bias=stored.get("router.bias"), choice_bias=stored.get("choice_bias")),

@@ -12,6 +12,8 @@ from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.weight_parts import EXACT_ROLES, WeightPart, layer_parts, split_role
 from trt_kvcache.torch_engine.operations import TorchProjection
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
+from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack, stack_of
+from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 #: Function of a name in Hugging Face transformers: the tensor, on the engine's device and in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
@@ -23,29 +25,46 @@ LoadPacked = Callable[[str, Sequence[slice | list[int]]], PackedMatrix | None]
 
 @dataclass(frozen=True)
 class StoredWeights(DecoderLayerWeights[torch.Tensor]):
-    """Weights of one layer by role. Matrices of ``packed`` are in no other mapping, nor are weights of experts, which ``load`` reads."""
+    """Weights of one layer by role. Matrices of ``packed`` are in no other mapping, nor are those of ``experts``, which are yet to read."""
 
     packed: Mapping[str, PackedMatrix]
     experts: Mapping[str, WeightPart]
     load: LoadTensor
+    load_packed: LoadPacked
 
     def matrix(self, name: str) -> TorchProjection:
         """Return a linear map that the layer has."""
         weight, bias = f"{name}.weight", self.parts.get(f"{name}.bias")
         return TorchProjection(self.packed[weight] if weight in self.packed else self.parts[weight], bias)
 
-    def stacked(self, *names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return maps of all experts, with concatenated outputs of these names: weights ``[E, out, in]``, and biases ``[E, out]``."""
-        weights = self._of_experts(names, ".weight")
-        assert weights is not None
-        return arranged(weights), self._of_experts(names, ".bias")
+    def stacks(self, *stacks: Sequence[str]) -> list[MatrixStack]:
+        """Return maps ``[E, out, in]`` of all experts, each with the concatenated outputs of some names: all packed, or none."""
+        found: list[MatrixStack] = []
+        for names in stacks:
+            packed = self._packed_stack(names)
+            if packed is None:
+                return [arranged(weight) for weight in map(self.stacked, stacks) if weight is not None]
+            found.append(packed)
+        return found
 
-    def _of_experts(self, names: Sequence[str], suffix: str) -> torch.Tensor | None:
+    def _packed_stack(self, names: Sequence[str]) -> PackedStack | None:
+        parts = []
+        for part in self._parts_of(names, ".weight"):
+            packed = self.load_packed(part.tensor, part.selections)
+            if not isinstance(packed, PackedWeight):
+                return None
+            parts.append(packed)
+        return stack_of(parts, len(parts) // len(names))
+
+    def _parts_of(self, names: Sequence[str], suffix: str) -> list[WeightPart]:
+        """Return the weights of all experts with these names, expert by expert."""
+        return [part for role, part in self.experts.items() if split_role(role)[0] in names and split_role(role)[2] == suffix]
+
+    def stacked(self, names: Sequence[str], suffix: str = ".weight") -> torch.Tensor | None:
         """Return a weight of all experts, read one by one into one tensor; None if they do not have it."""
-        roles = [role for role in self.experts if split_role(role)[0] in names and split_role(role)[2] == suffix]
-        if not roles:
+        parts = self._parts_of(names, suffix)
+        if not parts:
             return None
-        parts = [self.experts[role] for role in roles]
         experts, rows = len(parts) // len(names), sum(part.shape[0] for part in parts[: len(names)])
         whole: torch.Tensor | None = None
         first = 0
@@ -71,7 +90,7 @@ def stored_weights(config: ModelConfig, index: int, load: LoadTensor, load_packe
         if found is not None:
             packed[role] = found
     others = layer_weights(config, index, load, without=packed.keys() | experts.keys())
-    return StoredWeights(others.parts, packed, experts, load)
+    return StoredWeights(others.parts, packed, experts, load, load_packed)
 
 
 def arranged(weight: torch.Tensor) -> torch.Tensor:

@@ -11,28 +11,25 @@ import torch
 
 from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks, factors_of, scales_of, values_of
-from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_NBYTES, FRAGMENT_OUTPUTS, STORED_SHAPES, TO_ROWS, count_tiles
+from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS, count_tiles
 from trt_kvcache.kernels.packed_tensors import SuperBlockTensors
 from trt_kvcache.kernels.super_block_layout import (
     FACTORS,
     HIGH_BITS,
-    HIGH_TO_ROWS,
     MIDDLES,
     SCALE_INPUTS,
     SUPER_BLOCK,
     fragment_nbytes,
-    high_bit_places,
-    pack_factors,
-    pack_scales,
-    pack_super_blocks,
 )
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
+from trt_kvcache.torch_engine.packed_places import unpack_rows
+from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks, unpack_scales, unpack_super_blocks
 from trt_kvcache.torch_engine.upload import Upload
 
-#: Values that are unpacked at a time: few enough for the cache of a CPU core.
-_CHUNK = 1 << 18
+#: Values on the device at a time that are not packed yet, and those that a thread unpacks at a time.
+_ON_DEVICE, _OF_A_THREAD = 1 << 24, 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +52,20 @@ class SuperBlockWeight(PackedMatrix):
         factors, scales = factors_of(blocks, stored.kind), scales_of(blocks, stored.kind)
         if not _bound(factors, kind) <= torch.finfo(getattr(torch, dtype)).max:
             return None
-        values = np.empty((count_tiles(outputs), inputs // FRAGMENT_INPUTS * fragment_nbytes(kind)), np.uint8)
-
-        def pack(rows: slice) -> None:
+        fragments_nbytes = inputs // FRAGMENT_INPUTS * fragment_nbytes(kind)
+        values = torch.empty((count_tiles(outputs), fragments_nbytes), dtype=torch.uint8, device=upload.device)
+        for rows in row_slices(outputs, inputs, _ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
             tiles = slice(rows.start // FRAGMENT_OUTPUTS, count_tiles(rows.stop))
-            values[tiles] = pack_super_blocks(values_of(blocks[rows], stored.kind), kind)
-
-        for_each(pack, row_slices(outputs, inputs, _CHUNK, multiple=FRAGMENT_OUTPUTS))
+            values[tiles] = pack_super_blocks(upload(_values(blocks[rows], stored.kind)), kind)
         return cls(
             dtype=getattr(torch, dtype),
             memory=memory,
             kind=kind,
             outputs=outputs,
             inputs=inputs,
-            values=upload(values),
-            scales=upload(pack_scales(scales)),
-            factors=upload(pack_factors(factors)),
+            values=values,
+            scales=pack_scales(upload(scales)),
+            factors=pack_factors(upload(factors)),
         )
 
     @cached_property
@@ -86,10 +81,9 @@ class SuperBlockWeight(PackedMatrix):
 
     def dequantized(self) -> torch.Tensor:
         """See :class:`PackedMatrix`."""
-        exact = self._quantized_values().float() - MIDDLES[self.kind]
-        factors = self.factors.permute(4, 0, 3, 2, 1).reshape(FACTORS[self.kind], -1, self.factors.shape[1])[:, : self.outputs].float()
-        scales = self.scales.view(*self.scales.shape[:3], 2, 2, 2).permute(0, 4, 2, 1, 3, 5)
-        scales = scales.reshape(len(self.values) * FRAGMENT_OUTPUTS, -1, 2)[: self.outputs]
+        exact = unpack_super_blocks(self.values, self.kind, self.outputs, self.inputs).float() - MIDDLES[self.kind]
+        factors = torch.stack([unpack_rows(self.factors[..., index], self.outputs) for index in range(FACTORS[self.kind])]).float()
+        scales = unpack_scales(self.scales, self.outputs)
         per_scale, per_factor = SCALE_INPUTS[self.kind], SUPER_BLOCK // SCALE_INPUTS[self.kind]
         of_groups = factors.repeat_interleave(per_factor, dim=-1)
         if self.kind == "q6_k":
@@ -98,18 +92,16 @@ class SuperBlockWeight(PackedMatrix):
         scale, minimum = (one.repeat_interleave(per_scale, dim=-1) for one in of_groups * scales.permute(2, 0, 1).float())
         return (exact * scale - minimum).to(self.dtype)
 
-    def _quantized_values(self) -> torch.Tensor:
-        """Return the quantized values ``[outputs, inputs]``, uint8."""
-        bits, tiles, low_nbytes = HIGH_BITS[self.kind], len(self.values), FRAGMENT_NBYTES["int4"]
-        stored = self.values.view(tiles, -1, fragment_nbytes(self.kind))
-        low = stored[:, :, :low_nbytes].reshape(tiles, -1, *STORED_SHAPES["int4"])
-        values = torch.stack((low & 15, low >> 4), dim=-1).permute(TO_ROWS["int4"]).reshape(tiles * FRAGMENT_OUTPUTS, -1)
-        if bits:
-            words = stored[:, :, low_nbytes:].contiguous().view(torch.int32).view(tiles, -1, 8, 4, bits)
-            word, shift = (torch.from_numpy(places.copy()).to(words.device) for places in high_bit_places(bits))
-            high = words[..., word] >> shift.int() & ((1 << bits) - 1)
-            values = values | (high.permute(HIGH_TO_ROWS).reshape(values.shape) << 4).byte()
-        return values[: self.outputs]
+
+def _values(blocks: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.uint8]:
+    """Return the quantized values of some rows of a file."""
+    values = np.empty((len(blocks), blocks.shape[1] * SUPER_BLOCK), np.uint8)
+
+    def unpack(rows: slice) -> None:
+        values[rows] = values_of(blocks[rows], kind)
+
+    for_each(unpack, row_slices(len(values), values.shape[1], _OF_A_THREAD))
+    return values
 
 
 def _bound(factors: npt.NDArray[np.float16], kind: str) -> float:

@@ -38,18 +38,18 @@ class Upload:
     # torch would copy from pageable memory at a third of the speed, after a first copy into new pages at a tenth.
 
     def __init__(self, device: torch.device, *, stage_nbytes: int = _STAGE) -> None:
-        self._device, self._stage_nbytes = device, stage_nbytes
+        self.device, self._stage_nbytes = device, stage_nbytes
         self._stages: list[_Stage] = []
 
     def __call__(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """Return an array on the device. torch does not know NumPy's bfloat16, so bytes are copied."""
-        tensor = torch.empty(values.shape, dtype=getattr(torch, dtype_name(values.dtype)), device=self._device)
+        tensor = torch.empty(values.shape, dtype=getattr(torch, dtype_name(values.dtype)), device=self.device)
         source: _Bytes = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         target = tensor.reshape(-1).view(torch.uint8)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             _copy(target.numpy(), source)
             return tensor
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             for rows in row_slices(len(source), 1, self._stage_nbytes):
                 self._copy_staged(target[rows], source[rows])
         return tensor

@@ -73,7 +73,8 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
         blocks=blocks,
         final_norm=final_norm,
         head=head,
-        is_packed=not all(isinstance(matrix, torch.Tensor) for matrix in matrices),
+        is_packed=not all(isinstance(matrix, torch.Tensor) for matrix in matrices)
+        or any(block.part.experts.is_packed for block in blocks if isinstance(block.part, RoutedMlp)),
     )
 
 

@@ -48,7 +48,13 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Array, kind: str) -> None:
     values = np.ascontiguousarray(tensor, np.float32)
     quantized = gguf.GGMLQuantizationType[kind]
     block, _ = gguf.GGML_QUANT_SIZES[quantized]
-    if values.ndim == 1 or kind == "F32" or any(part in name for part in ("ssm_a", "ssm_d", "conv", "norm")) or values.shape[-1] % block:
+    is_expert = "_exps.weight" in name
+    if (
+        (values.ndim == 1 or (not is_expert and kind == "MXFP4"))
+        or kind == "F32"
+        or any(part in name for part in ("ssm_a", "ssm_d", "conv", "norm", "gate_inp", "bias"))
+        or values.shape[-1] % block
+    ):
         writer.add_tensor(name, values)
     else:
         writer.add_tensor(name, gguf.quants.quantize(values, quantized), raw_dtype=quantized)
@@ -101,6 +107,74 @@ class Architecture:
 
 class Qwen3(Architecture):
     arch = gguf.MODEL_ARCH.QWEN3
+
+
+class Qwen3MoE(Architecture):
+    """The experts of a layer are one tensor."""
+
+    arch = gguf.MODEL_ARCH.QWEN3MOE
+    count = "num_experts"
+
+    def sizes(self, writer: gguf.GGUFWriter, config: Config) -> None:
+        super().sizes(writer, config)
+        writer.add_expert_count(config[self.count])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+
+    def tensors(self, tensors: Tensors, config: Config) -> Tensors:
+        found: Tensors = {}
+        of_experts: dict[str, list[Array]] = {}
+        for name, tensor in tensors.items():
+            layer, _, expert = name.partition(".mlp.experts.")
+            if expert:
+                part = expert.split(".")[1].removesuffix("_proj")
+                of_experts.setdefault(f"blk.{layer.split('.')[-1]}.ffn_{part}_exps.weight", [None] * config[self.count])[  # type: ignore[list-item]
+                    int(expert.split(".")[0])
+                ] = tensor
+            else:
+                found[name] = tensor
+        return found | {name: np.stack(experts) for name, experts in of_experts.items()}
+
+
+class GptOss(Qwen3MoE):
+    """Gate and up are two tensors; MXFP4 of transformers comes here as bytes in float32."""
+
+    arch = gguf.MODEL_ARCH.GPT_OSS
+    count = "num_local_experts"
+
+    def sizes(self, writer: gguf.GGUFWriter, config: Config) -> None:
+        super().sizes(writer, config)
+        writer.add_sliding_window(config["sliding_window"])
+
+    def tensors(self, tensors: Tensors, config: Config) -> Tensors:
+        found: Tensors = {}
+        for name, tensor in tensors.items():
+            layer, _, expert = name.partition(".mlp.experts.")
+            block = f"blk.{layer.split('.')[-1]}.ffn"
+            if name.endswith("sinks"):
+                found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = tensor
+            elif not expert:
+                found[name] = tensor
+            elif not expert.endswith("_scales"):
+                kind = "bias" if expert.endswith("_bias") else "weight"
+                if expert.endswith("_blocks"):
+                    rows = mxfp4_values(tensor, tensors[name.replace("_blocks", "_scales")])
+                else:
+                    rows = tensor if kind == "bias" else tensor.swapaxes(1, 2)
+                if expert.startswith("down"):
+                    found[f"{block}_down_exps.{kind}"] = rows
+                else:
+                    found[f"{block}_gate_exps.{kind}"], found[f"{block}_up_exps.{kind}"] = rows[:, ::2], rows[:, 1::2]
+        return found
+
+
+def mxfp4_values(blocks: Array, scales: Array) -> Array:
+    """Return the values of MXFP4 of transformers: two neighbours in a byte, the first one in the low nibble."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    stored = blocks.astype(np.uint8)
+    nibbles = np.stack([stored & 15, stored >> 4], axis=-1).reshape(*stored.shape[:-1], 32)
+    real = values[nibbles] * np.exp2(scales.astype(np.float64) - 127)[..., None]
+    return real.reshape(*stored.shape[:2], -1).astype(np.float32)
 
 
 class Llama(Architecture):
@@ -389,6 +463,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ministral3": Ministral3(),
     "qwen2": Architecture(),
     "qwen3": Qwen3(),
+    "qwen3_moe": Qwen3MoE(),
+    "gpt_oss": GptOss(),
     "phi3": Phi3(),
     "gemma2": Gemma2(),
     "gemma3_text": Gemma3(),

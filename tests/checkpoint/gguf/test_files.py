@@ -48,7 +48,7 @@ def test_every_type_of_blocks(tmp_path: Path, kind: str) -> None:
     weights = GGUFWeights(GGUFModel(tmp_path / "model.gguf"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert weights.tensors[name].shape == (8, 2 * block)
-    is_packed = kind in ("Q4_0", "Q8_0")
+    is_packed = kind in ("Q4_0", "Q8_0", "MXFP4")
     assert weights.dequantized == ({} if is_packed or kind == "BF16" else {name: kind})
     expected = stored if is_packed else gguf.quants.dequantize(stored, quantized)
     np.testing.assert_array_equal(weights.array(name).astype(expected.dtype), expected)

@@ -25,12 +25,14 @@ TOLERANCE = 2e-5
 #: Those whose every field GGUF can say.
 MODELS = (
     *("llama", "llama-llama3-bias", "llama-linear", "mistral-window", "ministral3", "ministral3-window"),
-    *("qwen2-tied", "qwen3-sharded", "phi3-long", "phi3-short-window", "gemma2", "gemma3", "olmo2", "granite", "granite-bias"),
+    *("qwen2-tied", "qwen3-sharded", "qwen3_moe", "phi3-long", "phi3-short-window", "gemma2", "gemma3", "olmo2", "granite", "granite-bias"),
     *("lfm2", "lfm2-bias", "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "qwen3_5", "qwen3_5-bias"),
 )
 
 #: What GGUF cannot say of the others: the folder without it is read by both.
 CHANGED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_oss-mxfp4": {"swiglu_limit": 7.0},
     "mistral": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 28}},
     "smollm3": {"no_rope_layer_interval": 4},
     "mamba2-bias": {"time_step_limit": None},
@@ -51,7 +53,7 @@ def test_logits_are_those_of_the_folder(tmp_path: Path, model: str) -> None:
     folder = shutil.copytree(GOLDEN / model, tmp_path / "folder")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | CHANGED[model]))
-    path = convert(folder, tmp_path / "model.gguf")
+    path = convert(folder, tmp_path / "model.gguf", kind="MXFP4" if "mxfp4" in model else "F32")
     ids, expected = golden(model)
     assert_close(logits(path, ids, expected), logits(folder, ids, expected), TOLERANCE)
 

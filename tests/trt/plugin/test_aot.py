@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.helpers.assertions import raises
 from tests.trt.plugin.stand_in import DataType, tensorrt
-from trt_kvcache.errors import CudaError, KVCacheError
-from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
+from trt_kvcache.errors import ConfigError, CudaError, KVCacheError
+from trt_kvcache.kernels.attention_tiles import DECODE_HEAD_DIMS
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
 from trt_kvcache.trt.plugin import AttentionAttributes, aot, register_decode
 
@@ -20,12 +21,17 @@ FIELDS = AttentionAttributes(num_heads=22, num_kv_heads=2, head_dim=80, softcap=
 SHAPES = {"q": (3, 1, 22, 80), "k": (3, 1, 2, 80), "v": (3, 1, 2, 80), "cache": (3, 2, 2, 9, 80), "lengths": (3,), "cos_sin": (9, 2, 10)}
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", DECODE_HEAD_DIMS)
 def test_tiles_fit_into_the_default_shared_memory(head_dim):
     warps, stages, nbytes = aot.tiles(head_dim)
     assert warps in (1, 2, 4)
     assert stages >= 2
     assert nbytes <= 48 * 1024
+
+
+def test_heads_that_no_decode_kernel_has():
+    with raises(ConfigError, "head_dim", expected="64, 80, 96, 128, 256", got=512):
+        aot.tiles(512)
 
 
 def test_blocks_cover_the_query_heads_of_each_kv_head():

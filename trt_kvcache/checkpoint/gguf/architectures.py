@@ -38,6 +38,11 @@ LAYER_NAMES: Mapping[str, str] = {
     "ffn_down": "mlp.down_proj",
 }
 
+#: Place of the number of an expert in names: a file has one tensor for all experts of a layer.
+EXPERT = "{expert}"
+
+_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{EXPERT}.{part}_proj" for part in ("gate", "up", "down")}
+
 _GEMMA_NAMES = {
     **LAYER_NAMES,
     "post_attention_norm": "post_attention_layernorm",
@@ -143,6 +148,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mistral3": replace(_LLAMA, family="ministral3", config=model_config.ministral3),
     "qwen2": Architecture(family="qwen2", config=model_config.dense),
     "qwen3": Architecture(family="qwen3", config=model_config.dense),
+    "qwen3moe": Architecture(
+        family="qwen3_moe", config=model_config.qwen3_moe, layer_names={**LAYER_NAMES, **_EXPERTS, "ffn_gate_inp": "mlp.gate"}
+    ),
+    "gpt-oss": Architecture(
+        family="gpt_oss",
+        config=model_config.gpt_oss,
+        layer_names={
+            **_ATTENTION,
+            **_EXPERTS,
+            "attn_sinks.weight": "self_attn.sinks",
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+    ),
     "phi3": Architecture(
         family="phi3",
         config=model_config.phi3,

@@ -22,10 +22,55 @@ ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_l
 
 _MAX_FACTORS = 1 << 12
 
+#: Scores of a router, by their number in a file.
+_SOFTMAX = 1
+
 
 def dense(metadata: Metadata) -> Config:
     """Return the configuration of Llama, and of models that differ from it in their tensors alone."""
     return {**_common(metadata), **_attention(metadata), **_mlp(metadata), **_rope(metadata)}
+
+
+def qwen3_moe(metadata: Metadata) -> Config:
+    """Return the configuration of Qwen3-MoE. As in llama.cpp, all layers have experts, whose weights are renormalised."""
+    return {
+        **_common(metadata, has_experts=True),
+        **_attention(metadata),
+        **_mlp(metadata),
+        **_rope(metadata),
+        **_experts(metadata, "num_experts"),
+        "moe_intermediate_size": metadata.integer(metadata.own("expert_feed_forward_length")),
+        "norm_topk_prob": True,
+    }
+
+
+def gpt_oss(metadata: Metadata) -> Config:
+    """Return the configuration of gpt-oss, whose clamped SwiGLU has the constants of the published models."""
+    rope, layers, size = _rope(metadata), num_layers(metadata), window(metadata)
+    scaling = rope["rope_scaling"] or {"rope_type": "default"}
+    return {
+        **_common(metadata, has_experts=True),
+        **_attention(metadata),
+        **rope,
+        **_experts(metadata, "num_local_experts"),
+        "rope_scaling": {**scaling, "truncate": False} if scaling["rope_type"] == "yarn" else scaling,
+        "intermediate_size": metadata.integer(metadata.own("expert_feed_forward_length")),
+        "sliding_window": size,
+        "layer_types": _layer_types(metadata, 2, layers, has_window=bool(size)),
+    }
+
+
+def _experts(metadata: Metadata, count: str) -> Config:
+    """Return the fields of a router with softmax scores, without groups and factors."""
+    own = metadata.own
+    for field, allowed in (("expert_shared_count", 0), ("expert_group_count", 1), ("expert_gating_func", _SOFTMAX)):
+        if metadata.integer(own(field), 0) not in (0, allowed):
+            raise metadata.refusal(own(field), f"none, or {allowed}")
+    if metadata.number(own("expert_weights_scale"), 0) not in (0, 1):
+        raise metadata.refusal(own("expert_weights_scale"), "none, or 1")
+    if not metadata.flag(own("expert_weights_norm"), True):
+        raise metadata.refusal(own("expert_weights_norm"), "none, or true")
+    return {count: metadata.integer(own("expert_count")), "num_experts_per_tok": metadata.integer(own("expert_used_count"))}
 
 
 def mistral(metadata: Metadata) -> Config:
@@ -218,12 +263,12 @@ def num_layers(metadata: Metadata) -> int:
     return max(integer(own("block_count")) - integer(own("nextn_predict_layers"), 0), 0)
 
 
-def _common(metadata: Metadata) -> Config:
+def _common(metadata: Metadata, *, has_experts: bool = False) -> Config:
     """Return the fields common to all models."""
     own, integer = metadata.own, metadata.integer
     experts = integer(own("expert_count"), 0)
-    if experts:
-        text = f"{own('expert_count')}: a model with mixture of experts is not supported, got {experts}."
+    if experts and not has_experts:
+        text = f"{own('expert_count')}: a {metadata.architecture} model with mixture of experts is not supported, got {experts}."
         raise CheckpointError(f"{metadata.header.path}: {text}")
     embedding = metadata.tensors.get("token_embd.weight")
     return {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache._util.mapped_pages import release_pages
-from trt_kvcache.checkpoint.gguf.architectures import Architecture
+from trt_kvcache.checkpoint.gguf.architectures import EXPERT, Architecture
 from trt_kvcache.checkpoint.gguf.header import StoredBlocks
 from trt_kvcache.checkpoint.gguf.model import GGUFModel
 from trt_kvcache.checkpoint.gguf.model_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, num_layers
@@ -157,23 +157,35 @@ def _sources(model: GGUFModel) -> dict[str, _Source]:
     """Return the source of each tensor of transformers. An unknown tensor keeps its name, and is refused under it."""
     architecture, metadata = model.architecture, model.metadata
     has_drafts = metadata.integer(metadata.own("nextn_predict_layers"), 0) > 0
-    found: dict[str, list[tuple[str, str]]] = {}
+    found: dict[str, list[tuple[str, str, StoredBlocks]]] = {}
     for stored in model.tensors:
         layer = re.match(r"blk\.(\d+)\.", stored)
         if stored in _IGNORED or (has_drafts and layer and int(layer[1]) >= num_layers(metadata)):
             continue
         name, part = _name(stored, architecture)
-        found.setdefault(name, []).append((part, stored))
+        for one, blocks in _of_experts(model, name, stored) if EXPERT in name else ((name, model.tensors[stored]),):
+            found.setdefault(one, []).append((part, stored, blocks))
     order = list(architecture.layer_names)
     return {
         name: _source(model, sorted(parts, key=lambda one: order.index(one[0]) if one[0] in order else 0)) for name, parts in found.items()
     }
 
 
-def _source(model: GGUFModel, parts: list[tuple[str, str]]) -> _Source:
+def _of_experts(model: GGUFModel, name: str, stored: str) -> Iterator[tuple[str, StoredBlocks]]:
+    """Yield the tensor of each expert in a tensor ``[experts, ...]``."""
+    whole, experts = model.tensors[stored], model.metadata.integer(model.metadata.own("expert_count"), 0)
+    if len(whole.shape) < 2 or not 0 < experts == whole.shape[0] <= whole.nbytes:
+        raise CheckpointError(f"{model.path}: expected {stored} of {experts} experts, got the shape {whole.shape}.")
+    nbytes = whole.nbytes // experts
+    for expert in range(experts):
+        one = replace(whole, shape=whole.shape[1:], offset=whole.offset + expert * nbytes, nbytes=nbytes)
+        yield name.replace(EXPERT, str(expert)), one
+
+
+def _source(model: GGUFModel, parts: list[tuple[str, str, StoredBlocks]]) -> _Source:
     architecture, metadata = model.architecture, model.metadata
-    names = tuple(stored for _, stored in parts)
-    blocks = tuple(model.tensors[name] for name in names)
+    names = tuple(stored for _, stored, _ in parts)
+    blocks = tuple(one for _, _, one in parts)
     if len({one.shape[1:] for one in blocks}) > 1:
         raise CheckpointError(f"{model.path}: expected rows of one width in {' and '.join(names)}, got {[one.shape for one in blocks]}.")
     part = parts[0][0]

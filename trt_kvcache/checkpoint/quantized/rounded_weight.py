@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
 from trt_kvcache.checkpoint.quantized.rounding import DIVISORS, rounded_to_nearest
@@ -61,6 +62,10 @@ class RoundedWeight:
     def nbytes(self, files: Mapping[str, WeightFile]) -> int:
         """Return the size of quantized values and scales in bytes."""
         return rounded_nbytes(self.shape, self.quantized.scheme, self.quantized.dtype)
+
+    def unrounded(self, files: Mapping[str, WeightFile]) -> npt.NDArray[Any]:
+        """Return the values that are rounded, over the memory of the files."""
+        return files[self.name].array(self.name)
 
     def read(self, files: Mapping[str, WeightFile]) -> QuantizedWeight:
         """Return the rounded weight in new memory. Raises CheckpointError for a value that is not finite."""

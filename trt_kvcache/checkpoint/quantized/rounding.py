@@ -18,7 +18,7 @@ from trt_kvcache.dtypes import numpy_dtype
 DIVISORS: dict[int, tuple[float, ...]] = {8: (127,), 4: (8, 7, 7.5, 8.5, 9)}
 
 #: Smallest and largest quantized value, by bits.
-_LIMITS = {8: (-127, 127), 4: (-8, 7)}
+LIMITS = {8: (-127, 127), 4: (-8, 7)}
 
 #: Elements that are rounded at a time: few enough for the cache of a CPU core.
 _CHUNK = 1 << 18
@@ -74,7 +74,7 @@ def _best_scales(groups: Float32, bits: int, dtype: np.dtype[Any]) -> npt.NDArra
 
 def _candidates(peaks: Float32, bits: int, dtype: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
     """Yield candidate scales, rounded to ``dtype``, of groups with these largest magnitudes."""
-    most = -_LIMITS[bits][0]
+    most = -LIMITS[bits][0]
     ends = np.finfo(np.float16 if dtype == np.float16 else np.float32)  # bfloat16 has the exponents of float32
     is_extreme = bool(((peaks < most * float(ends.tiny)) | (peaks > float(ends.max) / 2)).any())
     for divisor in DIVISORS[bits]:
@@ -120,7 +120,7 @@ def _divisors(scales: npt.NDArray[Any]) -> Float32:
 def _nearest(exact: Float32, bits: int) -> Float32:
     """Return the nearest quantized values."""
     nearest = np.rint(exact)
-    return np.clip(nearest, *_LIMITS[bits], out=nearest)
+    return np.clip(nearest, *LIMITS[bits], out=nearest)
 
 
 def _packed(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:

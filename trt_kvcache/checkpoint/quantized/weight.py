@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
 from trt_kvcache.dtypes import numpy_dtype
+
+#: Values that a thread dequantizes at a time.
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,15 +81,27 @@ class QuantizedWeight:
 
         float32 is exact, unless scales are float32 or have a factor.
         """
-        values = self._in_order(self.quantized_values.as_float32(self._rows))
+        if self.row_order is not None:
+            in_order: npt.NDArray[Any] = replace(self, row_order=None).dequantized(dtype)[self.row_order]
+            return in_order
+        values = np.empty(self.shape, numpy_dtype(dtype))
+
+        def dequantize(rows: slice) -> None:
+            values[rows] = self.rows(rows)._dequantized(values.dtype)
+
+        for_each(dequantize, row_slices(*self.shape, _CHUNK))
+        return values
+
+    def _dequantized(self, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        values = self.quantized_values.as_float32(self._rows)
         zero_points = self.zero_points_of_rows()
         if zero_points is not None:
-            values -= self._spread(zero_points)
-        values *= self._spread(self.scales_of_rows())
+            self._with_blocks(np.subtract, values, zero_points)
+        self._with_blocks(np.multiply, values, self.scales_of_rows())
         if self.input_factor is not None:
             values *= self.input_factor
         with np.errstate(over="ignore"):
-            return values.astype(numpy_dtype(dtype), copy=False)
+            return values.astype(dtype, copy=False)
 
     def unpacked(self) -> npt.NDArray[Any]:
         """Return the quantized values ``[out, in]``, one an element: int8 or uint8, e4m3 of ml_dtypes, bits of e2m1 as uint8."""
@@ -126,8 +142,13 @@ class QuantizedWeight:
         """Return the values of the stored rows for each row."""
         return of_rows if self.row_order is None else of_rows[self.row_order]
 
-    def _spread(self, of_rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the value of its block for each element."""
+    def _with_blocks(self, operation: np.ufunc, values: npt.NDArray[np.float32], of_blocks: npt.NDArray[np.float32]) -> None:
+        """Apply an operation in place to each element and the value of its block."""
+        (_, columns), width = values.shape, self.scales.block[1]
         if self.group_index is not None:
-            return of_rows[:, self.group_index]
-        return np.repeat(of_rows, self.scales.block[1], axis=1)[:, : self.quantized_values.shape[1]]
+            operation(values, of_blocks[:, self.group_index], out=values)
+        elif columns % width:
+            operation(values, np.repeat(of_blocks, width, axis=1)[:, :columns], out=values)
+        else:
+            blocks = values.reshape(len(values), -1, width)
+            operation(blocks, of_blocks[:, :, None], out=blocks)

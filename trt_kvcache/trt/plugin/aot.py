@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trt_kvcache.errors import CudaError, ShapeError
+from trt_kvcache.errors import ConfigError, CudaError, ShapeError
 from trt_kvcache.kernels.attention_params import score_factors
-from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
+from trt_kvcache.kernels.attention_tiles import DECODE_HEAD_DIMS, DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
 from trt_kvcache.kernels.compile import nvrtc_version
 from trt_kvcache.kernels.ptx import compile_ptx
 from trt_kvcache.memory.cuda_driver import driver_version
@@ -46,6 +46,9 @@ def blocks(fields: AttentionAttributes) -> int:
 
 def tiles(head_dim: int) -> tuple[int, int, int]:
     """Return the warps of a block, the stages of a warp's ring, and the bytes of shared memory."""
+    if head_dim not in DECODE_HEAD_DIMS:
+        known = ", ".join(map(str, DECODE_HEAD_DIMS))
+        raise ConfigError(f"head_dim: expected one of {known} for {PLUGIN_ID}, got {head_dim}. Larger heads need {PLUGIN_NAME}.")
     like = decode_tiles(head_dim, _LIKE)
     sizes = [
         (warps, stages, decode_block_nbytes(head_dim, _ROWS, {**like, "WARPS": warps, "STAGES": stages, "HEAD_BUFFERS": stages}))
