@@ -32,7 +32,7 @@ import torch
 from end_to_end_models import MODELS, RandomModel, small, tiny
 from end_to_end_sides import compiled, eager, greedy_tokens, logits_and_error, ours
 from environment import describe_environment, write_result
-from packed_weights import SCHEMES
+from packed_weights import ALL_SCHEMES
 
 from trt_kvcache import CudaMemory, HostMemory
 from trt_kvcache.benchmarking import MemoryLimit
@@ -248,7 +248,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--continue", dest="continued", action="store_true", help="keep the cells of the file that --out names")
     parser.add_argument("--cells", type=lambda text: text.split(","), default=[], help="only cells with all of these: 8B, b1, p1024")
     parser.add_argument("--sides", type=lambda text: text.split(","), help="ours, eager, compiled, llama; default: all that can run")
-    parser.add_argument("--weights", choices=SCHEMES, help="packed weights, of which transformers has the values in 16 bits")
+    parser.add_argument("--weights", choices=ALL_SCHEMES, help="packed weights, of which transformers has the values in 16 bits")
     parser.add_argument("--max-seconds", type=float, default=480.0, help="begin no cell after so long")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "end_to_end.json")
     options = parser.parse_args()

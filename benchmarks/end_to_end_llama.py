@@ -16,11 +16,13 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+from packed_weights import Q4_K_M, SUPER_BLOCKS, scheme_of
 
 from trt_kvcache.model import AttentionConfig, MlpConfig, ModelConfig
 
 #: The block type of llama.cpp that is nearest to each scheme of ``packed_weights.py``.
 BLOCK_TYPES = {None: "BF16", "int8": "Q8_0", "q8_0": "Q8_0", "int4": "Q4_0", "q4_0": "Q4_0"}
+BLOCK_TYPES |= {scheme: scheme.upper() for scheme in (*SUPER_BLOCKS, Q4_K_M)}
 
 #: Rows that are made at random; a tensor repeats them.
 _ROWS = 64
@@ -72,7 +74,7 @@ def write_gguf(path: Path, config: ModelConfig, block_type: str) -> None:
     writer.add_layer_norm_rms_eps(config.final_norm.epsilon)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
-    _add_tensors(_adder(writer, gguf.GGMLQuantizationType[block_type]), config, mixer, mlp)
+    _add_tensors(_adder(writer, block_type, config), config, mixer, mlp)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -102,7 +104,7 @@ def _add_tensors(add: AddTensor, config: ModelConfig, mixer: AttentionConfig, ml
             add(f"blk.{index}.{name}.weight", hidden)
 
 
-def _adder(writer: gguf.GGUFWriter, kind: gguf.GGMLQuantizationType) -> AddTensor:
+def _adder(writer: gguf.GGUFWriter, block_type: str, config: ModelConfig) -> AddTensor:
     """Return a function ``add(name, *shape)`` that adds a tensor: a random matrix in the block type, or a vector of ones in float32."""
     random = np.random.default_rng(0)
 
@@ -111,9 +113,24 @@ def _adder(writer: gguf.GGUFWriter, kind: gguf.GGMLQuantizationType) -> AddTenso
             writer.add_tensor(name, np.ones(shape, np.float32))
             return
         rows, columns = shape
-        values = random.standard_normal((_ROWS, columns), dtype=np.float32) / np.sqrt(columns, dtype=np.float32)
-        packed: npt.NDArray[np.uint8] = gguf.quants.quantize(values, kind).view(np.uint8)
+        is_head = config.tie_word_embeddings and name == "token_embd.weight"
+        scheme = scheme_of(block_type.lower(), "output.weight" if is_head else name, config.num_layers)
+        kind = gguf.GGMLQuantizationType[scheme.upper()]
+        if scheme in SUPER_BLOCKS:
+            packed = _super_blocks(kind, columns, random)
+        else:
+            values = random.standard_normal((_ROWS, columns), dtype=np.float32) / np.sqrt(columns, dtype=np.float32)
+            packed = gguf.quants.quantize(values, kind).view(np.uint8)
         repeated = np.tile(packed, (-(-rows // _ROWS), 1))[:rows]
         writer.add_tensor(name, repeated, raw_dtype=kind)
 
     return add
+
+
+def _super_blocks(kind: gguf.GGMLQuantizationType, columns: int, random: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Return random super-blocks with small factors: the package does not write these types."""
+    size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    stored = random.integers(0, 256, (_ROWS, columns // size, nbytes)).astype(np.uint8)
+    place = slice(-2, None) if kind == gguf.GGMLQuantizationType.Q6_K else slice(4)
+    stored[:, :, place] = np.full(2, 2**-14, np.float16).view(np.uint8)[: len(range(nbytes)[place])]
+    return stored.reshape(_ROWS, -1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 import torch
-from packed_weights import quantized
+from packed_weights import quantized, scheme_of
 from random_model import LLAMA_3_8B as LLAMA_3_8B_SHAPE, QWEN2_0_5B, QWEN3_4B
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,7 +19,7 @@ from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.decoder_cache import cache_config
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.torch_engine import TorchEngine
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 
 LLAMA_3_8B = {**LLAMA_3_8B_SHAPE, "max_position_embeddings": 8192 + 1024}  # room for tokens after 8192
 
@@ -118,12 +118,12 @@ class RandomModel:
         return WeightsSummary(format="packed", is_quantized=True, nbytes=nbytes, step_nbytes=nbytes - unread)
 
     @torch.no_grad()
-    def _rounded(self, scheme: str, memory: Any) -> dict[str, PackedWeight]:
+    def _rounded(self, scheme: str, memory: Any) -> dict[str, PackedMatrix]:
         """Round matrices to the values of packed ones, which are returned."""
         found = {}
         for name, weight in self.peer.named_parameters():
             if weight.ndim == 2 and "embed_tokens" not in name:
-                found[name] = quantized(weight, scheme, memory)
+                found[name] = quantized(weight, scheme_of(scheme, name, self.config.num_layers), memory)
                 weight.copy_(found[name].dequantized())
         return found
 

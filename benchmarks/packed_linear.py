@@ -10,6 +10,7 @@ without what is between them. ``many``: 1,024 rows with weights that are dequant
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -21,7 +22,7 @@ import torch
 from attention import Gpu, _copy_bandwidth
 from environment import describe_environment, to_table, write_result
 from linear import DTYPE, MODELS, Model, Tensors, captured, largest_error, seconds
-from packed_weights import SCHEMES, quantized
+from packed_weights import SCHEMES, SUPER_BLOCKS, quantized
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
@@ -35,8 +36,8 @@ from trt_kvcache.kernels.packed_linear_kernels import (  # noqa: E402
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection  # noqa: E402
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix  # noqa: E402
 from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace  # noqa: E402
-from trt_kvcache.torch_engine.packed_weight import PackedWeight  # noqa: E402
 
 #: Largest error of a product, relative to the largest result: half a unit in the last place, and sums of 32 bits in any order.
 _TOLERANCE = 2**-8
@@ -53,9 +54,9 @@ class Products:
 
     def __init__(self, gpu: Gpu, model: Model, scheme: str) -> None:
         self.gpu, self.model, self.scheme = gpu, model, scheme
-        self._packed: dict[str, list[PackedWeight]] = {}
+        self._packed: dict[str, list[PackedMatrix]] = {}
 
-    def packed(self, name: str) -> list[PackedWeight]:
+    def packed(self, name: str) -> list[PackedMatrix]:
         """Return matrices that take turns."""
         if name not in self._packed:
             outputs, inputs = self.model.products()[name]
@@ -75,11 +76,10 @@ class Products:
         torch.cuda.empty_cache()
 
 
-def _copy_of(weight: PackedWeight) -> PackedWeight:
+def _copy_of(weight: PackedMatrix) -> PackedMatrix:
     """Return an equal matrix in other memory."""
-    parts = {name: getattr(weight, name) for name in ("dtype", "memory", "kind", "outputs", "inputs", "group_shift")}
-    zero_points = None if weight.zero_points is None else weight.zero_points.clone()
-    return PackedWeight(**parts, values=weight.values.clone(), scales=weight.scales.clone(), zero_points=zero_points)
+    fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
+    return type(weight)(**{name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in fields.items()})
 
 
 def product_row(products: Products, name: str, rows: int, copy: float) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def product_row(products: Products, name: str, rows: int, copy: float) -> dict[s
     assert error <= _TOLERANCE, f"{products.scheme} {name}, {rows} rows: error {error:.2e} over {_TOLERANCE:g}"
     out, _ = tensors.new(rows, outputs // 2 if gated else outputs, dtype=dtype)
 
-    def call(weight: PackedWeight) -> None:
+    def call(weight: PackedMatrix) -> None:
         if gated:
             packed_linear_gated_mul_kernel(x, weight.tensors, None, out, "silu", gpu.stream)
         else:
@@ -245,7 +245,7 @@ def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first model, 1 and 16 rows")
-    parser.add_argument("--schemes", type=lambda text: text.split(","), default=list(SCHEMES), help="default: all")
+    parser.add_argument("--schemes", type=lambda text: text.split(","), default=[*SCHEMES, *SUPER_BLOCKS], help="default: all")
     parser.add_argument("--max-seconds", type=float, default=60, help="then the rest is left out")
     parser.add_argument("--tiles", action="append", help="sizes to try; may be repeated. Nothing is written")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "packed_linear.json")

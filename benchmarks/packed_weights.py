@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +13,12 @@ import torch.nn.functional as F  # noqa: N812
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, HALF_INPUTS, ONE_GROUP, count_groups
+from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, SCALE_INPUTS, SUPER_BLOCK
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_places import pack_rows, pack_values
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
+from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks
+from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
 
 
 class Scheme(NamedTuple):
@@ -35,11 +40,32 @@ SCHEMES = {
     "gptq": Scheme("int4", 128, "float16", True),
 }
 
+#: The types of GGUF in super-blocks, and a file of two of them.
+SUPER_BLOCKS, Q4_K_M = tuple(HIGH_BITS), "q4_k_m"
+ALL_SCHEMES = (*SCHEMES, *SUPER_BLOCKS, Q4_K_M)
+
+#: Matrices of layers of which Q4_K_M has some in Q6_K, by their names in transformers and in GGUF.
+_MORE_BITS = ("v_proj", "down_proj", "attn_v", "ffn_down")
+
 _RANGES = {"int4": (-8, 7), "int8": (-127, 127)}
 
 
-def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedWeight:
-    """Return a matrix ``[outputs, inputs]`` of whole tiles, rounded by a scheme of :data:`SCHEMES`."""
+def scheme_of(scheme: str, name: str, num_layers: int) -> str:
+    """Return the scheme of a matrix. Q4_K_M has the head in Q6_K, and v and down in the first and last layers and each third between."""
+    if scheme != Q4_K_M:
+        return scheme
+    layer, eighth = re.search(r"\.(\d+)\.", name), num_layers // 8
+    if layer is None:
+        return "q6_k" if name in ("lm_head.weight", "output.weight") else "q4_k"
+    index = int(layer[1])
+    has_more = index < eighth or index >= 7 * num_layers // 8 or (index - eighth) % 3 == 2
+    return "q6_k" if has_more and any(part in name for part in _MORE_BITS) else "q4_k"
+
+
+def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedMatrix:
+    """Return a matrix ``[outputs, inputs]`` of whole tiles, rounded by a scheme of :data:`SCHEMES`, or in :data:`SUPER_BLOCKS`."""
+    if name in SUPER_BLOCKS:
+        return _super_blocks(weight, name, memory)
     scheme = SCHEMES[name]
     (outputs, inputs), (low, high) = weight.shape, _RANGES[scheme.kind]
     padding = (0, -inputs % max(FRAGMENT_INPUTS, scheme.group or 0))
@@ -63,4 +89,36 @@ def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedWeight:
         values=pack_values((values + middle).to(dtype)[:, :inputs], scheme.kind),
         scales=pack_rows(scales[:, :count, 0], count),
         zero_points=pack_rows((zeros + middle).to(dtype)[:, :count, 0], count) if scheme.has_zero_points else None,
+    )
+
+
+def _super_blocks(weight: torch.Tensor, kind: str, memory: Any) -> SuperBlockWeight:
+    """Return a matrix in super-blocks, each scale and minimum of a group rounded to nearest."""
+    outputs, inputs = weight.shape
+    largest = (16 << HIGH_BITS[kind]) - 1
+    groups = weight.float().view(outputs, inputs // SUPER_BLOCK, -1, SCALE_INPUTS[kind])
+    if FACTORS[kind] == 1:
+        sizes = groups.abs().amax(dim=3, keepdim=True) / 31
+        factors = (sizes.amax(dim=2, keepdim=True) / 127).clamp(min=2**-20).half()
+        scales = (sizes / factors.float()).round()
+        values = (groups / (factors.float() * scales).clamp(min=1e-9)).round().clamp(-32, 31) + 32
+        of_halves, of_blocks = scales.to(torch.int8).view(torch.uint8).reshape(outputs, -1, 2), factors[..., 0]
+    else:
+        minimums = -groups.amin(dim=3, keepdim=True).clamp(max=0)
+        sizes = (groups.amax(dim=3, keepdim=True) + minimums) / largest
+        both = torch.cat((sizes, minimums), dim=3)
+        factors = (both.amax(dim=2, keepdim=True) / 63).clamp(min=2**-20).half()
+        rounded = (both / factors.float()).round()
+        exact = factors.float() * rounded
+        values = ((groups + exact[..., 1:]) / exact[..., :1].clamp(min=1e-9)).round().clamp(0, largest)
+        of_halves, of_blocks = rounded.byte().reshape(outputs, -1, 2), factors[:, :, 0]
+    return SuperBlockWeight(
+        dtype=weight.dtype,
+        memory=memory,
+        kind=kind,
+        outputs=outputs,
+        inputs=inputs,
+        values=pack_super_blocks(values.byte().view(outputs, inputs), kind),
+        scales=pack_scales(of_halves),
+        factors=pack_factors(of_blocks),
     )

@@ -20,6 +20,7 @@ from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYP
 from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES  # noqa: E402
 from trt_kvcache.checkpoint.quantized.registry import FORMATS  # noqa: E402
+from trt_kvcache.checkpoint.quantized.super_blocks import SUPER_BLOCK_NBYTES  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quantization.md")
 BEGIN, END = "<!-- formats: docs/formats_table.py -->", "<!-- end of formats -->"
@@ -49,6 +50,10 @@ def table() -> str:
     for name, method, kinds in rows:
         types = " | ".join(_types(kinds, capability) or "no" for capability in capabilities)
         lines.append(f"| {name} | {method} | yes | {types} |")
+    in_16_bits = " | ".join(["16 bits"] * len(capabilities))
+    lines.append(
+        f"| {GGUF.name} {', '.join(SUPER_BLOCK_NBYTES)} | a `.gguf` file | PyTorch on a GPU; others in 16 or 32 bits | {in_16_bits} |"
+    )
     return "\n".join(lines)
 
 

@@ -42,6 +42,36 @@ def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return weight[rows]
 
 
+#: Types in super-blocks, which the library reads, but does not write.
+SUPER_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")
+
+#: The types of matrices in a file that is called Q4_K_M, in the layers that have more bits.
+Q4_K_M = {name: "Q6_K" if name in ("v_proj", "down_proj", "lm_head") else "Q4_K" for name in NAMES}
+
+
+def random_super_blocks(kind: str, shape: tuple[int, int], random: np.random.Generator, size: float = 0.05) -> np.ndarray[Any, Any]:
+    """Return the bytes ``[out, bytes]`` of random values of about ``size``."""
+    outputs, blocks = shape[0], shape[1] // 256
+    nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    stored = random.integers(0, 256, (outputs, blocks, nbytes)).astype(np.uint8)
+    signs = random.choice([-1, 1], (outputs, blocks, 2))
+    whole = {"Q4_K": (32 * 8, 32), "Q5_K": (32 * 16, 32), "Q6_K": (64 * 16,)}[kind]
+    factors = (random.uniform(0.5, 1.5, (outputs, blocks, 2)) * signs * size)[..., : len(whole)] / whole
+    place = slice(-2, None) if kind == "Q6_K" else slice(4)
+    stored[:, :, place] = factors.astype(np.float16).view(np.uint8)
+    return stored.reshape(outputs, -1)
+
+
+def write_q4_k_m(folder: Path, types: dict[str, str] | None = None, **changes: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Write a small model whose matrices have the types of :data:`Q4_K_M`, or others by name; return the values of its tensors."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+    write_model(folder, **{**sizes, **changes})
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    by_name = {name: {**Q4_K_M, **(types or {})}.get(of_transformers(name)[0], "F32") for name in tensors}
+    return write_gguf_file(folder / "model.gguf", tensors, by_name, heads=(4, 2))
+
+
 def write_gguf_file(
     path: Path, tensors: dict[str, np.ndarray[Any, Any]], types: dict[str, str], *, heads: tuple[int, int], architecture: str = "llama"
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -59,6 +89,13 @@ def write_gguf_file(
             values[name] = weight
             continue
         kind = getattr(gguf.GGMLQuantizationType, types[name])
+        if kind.name in SUPER_BLOCKS:
+            stored = random_super_blocks(kind.name, weight.shape, np.random.default_rng(len(values)))
+            rows = np.arange(len(weight))
+            in_file = permuted(rows, permuted_heads[module]) if module in permuted_heads else rows
+            values[name] = gguf.quants.dequantize(stored, kind)[np.argsort(in_file)]
+            writer.add_tensor(gguf_name, stored, raw_dtype=kind)
+            continue
         values[name] = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
         order = permuted(weight, permuted_heads[module]) if module in permuted_heads else weight
         writer.add_tensor(gguf_name, gguf.quants.quantize(order, kind), raw_dtype=kind)

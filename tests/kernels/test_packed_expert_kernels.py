@@ -15,7 +15,8 @@ from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.expert_kernels import GATED_EPILOGUES, MAX_EXPERT_PAIRS, MAX_EXPERT_ROWS, PLAIN_EPILOGUES
 from trt_kvcache.kernels.linear_tiles import expert_plan
 from trt_kvcache.kernels.packed_layout import MIDDLES, ONE_GROUP, count_groups, count_tiles
-from trt_kvcache.kernels.packed_linear_kernels import PackedTensors, packed_dequantize_kernel
+from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel
+from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Kind, dtype of scales, group shift, and whether there are zero points.

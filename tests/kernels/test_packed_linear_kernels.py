@@ -17,11 +17,11 @@ from trt_kvcache.kernels.packed_layout import (
     unpack_values,
 )
 from trt_kvcache.kernels.packed_linear_kernels import (
-    PackedTensors,
     packed_dequantize_kernel,
     packed_linear_gated_mul_kernel,
     packed_linear_kernel,
 )
+from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 
 PAIRS = [(dtype, scale) for dtype, scales in SCALE_DTYPES.items() for scale in scales]

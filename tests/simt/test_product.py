@@ -50,6 +50,7 @@ OWN_PROCESS = (
     "gated_norm",
     "test_linear",
     "test_packed_linear_kernels",
+    "test_super_block_kernels",
     "test_expert_kernels",
     "test_packed_expert_kernels",
 )
@@ -150,7 +151,8 @@ DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
     f"recurrent/delta_rule_{name}.cuh" for name in ("chunks", "matrices", "step", "update")
 )
 LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_layer_kernels.py"
-PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed.cu", "linear/packed_values.cuh"
+PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed_stream.cuh", "linear/packed_values.cuh"
+SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_block_values.cuh"
 EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/experts.cu"
 PACKED_EXPERT_TESTS, PACKED_EXPERTS = "test_packed_expert_kernels.py", "linear/packed_experts.cu"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
@@ -963,6 +965,48 @@ MISTAKES = {
         "none",
         PACKED_TESTS,
         "Mismatched",
+    ),
+    "other bits of the first pair for all": (
+        SUPER_BLOCKS,
+        "kHighBits * pair",
+        "kHighBits * (pair & ~3)",
+        "none",
+        SUPER_BLOCK_TESTS,
+        "Mismatched",
+    ),
+    "other bits of one word": (SUPER_BLOCKS, "high[first / 16]", "high[0]", "none", SUPER_BLOCK_TESTS, "Mismatched"),
+    "scales of 16 inputs for 32": (SUPER_BLOCKS, " + static_cast<int>(threadIdx.x) % 4 / 2", "", "none", SUPER_BLOCK_TESTS, "Mismatched"),
+    "factors of the first super-block": (
+        SUPER_BLOCKS,
+        "last / kSuperBlockFragments * 8",
+        "first / kSuperBlockFragments * 8",
+        "none",
+        SUPER_BLOCK_TESTS,
+        "Mismatched",
+    ),
+    "minimums that are rounded before the difference": (
+        SUPER_BLOCKS,
+        "minus_minimum = -__fmul_rn(of_row.y, unsigned_byte(bytes, 2 * i + 1))",
+        "minus_minimum = -unpack(Element{}, pack(Element{}, {__fmul_rn(of_row.y, unsigned_byte(bytes, 2 * i + 1)), 0.0f})).x",
+        "none",
+        SUPER_BLOCK_TESTS,
+        "Mismatched",
+    ),
+    "scales of super-blocks without a sign": (
+        SUPER_BLOCKS,
+        "^ 0x80)) - 8388736.0f",
+        ")) - 8388608.0f",
+        "none",
+        SUPER_BLOCK_TESTS,
+        "Mismatched",
+    ),
+    "super-blocks behind the last fragment": (
+        SUPER_BLOCKS,
+        "min(fragment, fragments - 1)",
+        "fragment",
+        "address",
+        SUPER_BLOCK_TESTS,
+        OVERRUN,
     ),
     "one expert for all": (
         EXPERTS,

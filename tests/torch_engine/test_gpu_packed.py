@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 
+from tests.helpers.gguf_files import random_super_blocks, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint
 from tests.helpers.models import changed_model, write_model
 from tests.paths import GOLDEN
@@ -16,10 +18,15 @@ import torch  # noqa: E402
 
 from trt_kvcache import Checkpoint, CudaMemory, HostMemory, InferenceSession, ReferenceEngine  # noqa: E402
 from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks  # noqa: E402
 from trt_kvcache.engine.decoder_cache import decoder_cache_config  # noqa: E402
+from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine  # noqa: E402
+from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import PackedStack  # noqa: E402
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
+from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight  # noqa: E402
+from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -73,6 +80,39 @@ def test_memory_of_weights(tmp_path, quantize, bits):
     of_layer = 512 * (4 + 2 * 2) * 64 + 4 * 64 * 512 + 3 * 512 * 2048
     matrices = (2 * of_layer + 4096 * 512) * bits / 8
     assert used <= 1.06 * matrices + 2 * 4096 * 512  # scales, norms, and torch's rounding of small allocations
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("types", [{}, {"gate_proj": "Q5_K", "k_proj": "Q8_0"}], ids=["Q4_K_M", "others too"])
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_super_blocks_as_the_reference_engine(tmp_path, dtype, types):
+    write_q4_k_m(tmp_path / "model", types, vocab_size=300, max_position_embeddings=256)
+    options = {**SIZES, "dtype": dtype}
+    with (
+        InferenceSession.from_model(tmp_path / "model", engine="torch", **options) as ours,
+        InferenceSession.from_model(tmp_path / "model", engine="reference", **options) as reference,
+    ):
+        assert ours.engine._weights.is_packed
+        for found, expected in zip(logits_of(ours), logits_of(reference), strict=True):
+            assert np.abs(found - expected).max() <= TOLERANCES[dtype] * np.abs(expected).max()
+        assert len(ours.engine._device.graphs)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_super_blocks_are_dequantized_bit_for_bit(kind, dtype):
+    shape = (1040, 2048)
+    array = random_super_blocks(kind, shape, np.random.default_rng(0))
+    memory = CudaMemory()
+    weight = SuperBlockWeight.of(SuperBlocks(kind=kind, stored=array), dtype, Upload(torch.device("cuda")), memory)
+    out = torch.empty(shape, dtype=weight.dtype, device="cuda")
+    torch.cuda.synchronize()
+    stream = memory.create_stream()
+    packed_dequantize_kernel(device_view(out, memory), weight.tensors, 0, stream)
+    memory.synchronize(stream)
+    values = torch.from_numpy(gguf.quants.dequantize(array, gguf.GGMLQuantizationType[kind])).to(weight.dtype)
+    assert torch.equal(out.cpu(), values)
+    assert torch.equal(weight.dequantized().cpu(), values)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

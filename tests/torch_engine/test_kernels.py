@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.helpers.gguf_files import Q4_K_M, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
 from tests.paths import GOLDEN
@@ -292,14 +293,50 @@ def test_packed_weights_of_many_rows_are_dequantized_in_parts(memory, calls, tmp
     assert calls["packed_linear_gated_mul silu"] > 0
 
 
-def test_packed_weights_that_the_kernels_cannot_join_are_dequantized(memory, calls, tmp_path):
+def test_packed_weights_that_the_kernels_cannot_join_have_launches_of_their_own(memory, calls, tmp_path):
     folder = write_model(tmp_path / "model", **PACKED_SIZES, head_dim=80, intermediate_size=40, torch_dtype="bfloat16")  # 2.5 tiles
     session, reference = packed_sessions(memory, folder, "bfloat16", "int8")
     with session, reference:
         check_agreement(session, reference, TOLERANCES["bfloat16"])
-    assert calls["packed_linear_gated_mul silu"] == 0
-    assert calls["linear_gated_mul silu"] > 0
+    assert calls["packed_linear_gated_mul silu"] == calls["linear_gated_mul silu"] == calls["packed_dequantize"] == 0
+    steps = calls["attend"] / 2
+    assert calls["packed_linear"] == 2 * 5 * steps > 0, "qkv, o, gate, up and down of two layers"
+
+
+#: Types of matrices, launches of a layer beside that of gate and up, dtype and head dim. 320 inputs of o are no super-blocks.
+SUPER_BLOCK_MODELS = {
+    "Q4_K_M": ({}, 4, "float16", 64),
+    "Q5_K": (dict.fromkeys(Q4_K_M, "Q5_K"), 3, "float16", 64),
+    "with Q8_0": ({"o_proj": "Q8_0", "k_proj": "Q8_0"}, 5, "bfloat16", 80),
+}
+
+
+@pytest.mark.parametrize("types", SUPER_BLOCK_MODELS)
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_super_blocks_of_several_types_agree_with_the_reference_engine(memory, calls, tmp_path, types):
+    changed, launches, dtype, head_dim = SUPER_BLOCK_MODELS[types]
+    write_q4_k_m(tmp_path / "model", changed, head_dim=head_dim)
+    session, reference = packed_sessions(memory, tmp_path / "model", dtype, None)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES[dtype])
+    steps = calls["attend"] / 2
+    assert calls["packed_linear_gated_mul silu"] == 2 * steps > 0
+    assert calls["packed_linear"] == (2 * launches + 1) * steps, "two layers and the head"
+    assert calls["linear"] == calls["packed_dequantize"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_super_blocks_of_many_rows_and_gates_of_another_type(memory, calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(packed_projections, "MAX_PACKED_ROWS", 5)
+    monkeypatch.setattr(packed_projections, "WORKSPACE_WEIGHTS", 32 * 256)
+    write_q4_k_m(tmp_path / "model", {"gate_proj": "Q5_K"}, tie_word_embeddings=True)
+    session, reference = packed_sessions(memory, tmp_path / "model", "float16", None)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["float16"])
+    assert calls["packed_dequantize"] > 0
     assert calls["packed_linear"] > 0
+    assert calls["packed_linear_gated_mul silu"] == 0
+    assert calls["linear"] > 0, "a head that is the embedding has 16 bits"
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8"])

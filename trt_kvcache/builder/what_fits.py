@@ -122,9 +122,10 @@ def what_fits(
         model, stored = checkpoint.config, checkpoint.weights
         source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
         static = _static_kv(checkpoint)
-    roundings = () if stored.is_quantized else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
+        format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF
+    roundings = () if source.packed else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
     rounded = ((one, source.rounded(one)) for one in roundings)
-    sources = [(stored.format, source), *((one, packed) for one, packed in rounded if _exists(packed, options, tensorrt))]
+    sources = [(format_, source), *((one, packed) for one, packed in rounded if _exists(packed, options, tensorrt))]
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     fits = (
         _fit(source, weights, quantized, budget, slots=max_batch_size, length=length, options=options)

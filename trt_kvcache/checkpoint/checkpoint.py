@@ -27,6 +27,7 @@ from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import RoundedWeight, rounded_weights
 from trt_kvcache.checkpoint.quantized.stored_weight import StoredWeight, stored_weight
+from trt_kvcache.checkpoint.quantized.super_blocks import SUPER_BLOCK_NBYTES, SuperBlocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.checkpoint.stacked_experts import split_experts
 from trt_kvcache.checkpoint.weight_file import WeightFile
@@ -295,6 +296,33 @@ class Checkpoint:
             return None
         return rounded.unrounded(ChainMap(self._merged, dict(files))), rounded.quantized.scheme, rounded.quantized.dtype
 
+    def super_blocks(self, name: str) -> SuperBlocks | None:
+        """Return a matrix in Q4_K, Q5_K or Q6_K as a GGUF file stores it: :meth:`tensor` returns its values.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Returns
+        -------
+        SuperBlocks or None
+            None for other formats, for a tensor that is rounded when it is read, or has a merged adapter, and for one whose values or
+            columns change on the way from GGUF to transformers.
+
+        Raises
+        ------
+        ClosedError
+            The checkpoint is closed.
+        """
+        file = self._gguf_file(name)
+        return None if file is None else file.super_blocks(name)
+
+    def _gguf_file(self, name: str) -> GGUFWeights | None:
+        """Return the GGUF file of a tensor that is neither quantized otherwise, nor rounded, nor has a merged adapter."""
+        file = self._open_files().get(name)
+        return file if isinstance(file, GGUFWeights) and name not in self._quantized and name not in self._merged else None
+
     def kv_scales(self) -> tuple[LayerScales, ...]:
         """Return the static scales of K and V: real value = stored value * scale.
 
@@ -377,14 +405,19 @@ class Checkpoint:
     @property
     def weights(self) -> WeightsSummary:
         """Storage format of the weights, and their size."""
+        in_gguf = {name: file for name in self._shapes if (file := self._gguf_file(name)) is not None}
+        types = {name: kind for name, file in in_gguf.items() if (kind := file.super_block_type(name)) is not None}
         formats = {weight.quantized.title for weight in self._quantized.values()}
-        unread = 0 if self.config.tie_word_embeddings else self.nbytes_of(embedding_name(self.config))
-        title = " and ".join(sorted(formats)) if formats else self.config.dtype
+        if types and not formats:
+            formats = {f"GGUF {' and '.join(sorted(set(types.values())))}"}
+        sizes = {name: in_gguf[name].tensors[name].nbytes if name in types else self.nbytes_of(name) for name in self._shapes}
+        nbytes = sum(sizes.values())
+        unread = 0 if self.config.tie_word_embeddings else sizes[embedding_name(self.config)]
         return WeightsSummary(
-            format=title,
+            format=" and ".join(sorted(formats)) if formats else self.config.dtype,
             is_quantized=bool(formats),
-            nbytes=self.nbytes,
-            step_nbytes=self.nbytes - unread,
+            nbytes=nbytes,
+            step_nbytes=nbytes - unread,
             experts_nbytes=sum(map(self.nbytes_of, expert_tensors(self.config))),
         )
 
@@ -484,10 +517,10 @@ def _read_config(folder: Path) -> tuple[ModelConfig, Mapping[str, Any], Quantize
 
 
 def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
-    kinds = sorted(set(gguf.dequantized.values()))
+    kinds, in_torch = sorted(set(gguf.dequantized.values())), ", ".join(SUPER_BLOCK_NBYTES)
     return (
         f"{gguf.path}: {len(gguf.dequantized)} tensor(s) in {' and '.join(kinds)} are dequantized when they are read, to "
-        f"{config.dtype} or the dtype that is asked for: engines keep Q8_0, Q4_0 and MXFP4 packed."
+        f"{config.dtype} or the dtype that is asked for: engines keep Q8_0, Q4_0 and MXFP4 packed, PyTorch on a GPU also {in_torch}."
     )
 
 

@@ -16,7 +16,7 @@ from trt_kvcache.kernels.kernel import Kernel
 from trt_kvcache.kernels.launch import address, launch, starts_early
 from trt_kvcache.kernels.linear_tiles import TILE_ROWS, LinearPlan, expert_plan, linear_plan
 from trt_kvcache.kernels.packed_layout import count_tiles
-from trt_kvcache.kernels.packed_linear_kernels import PackedTensors, dequantized
+from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, PACKED_EXPERT_SOURCE, packed_variant_name, variant_name
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import ClampedSwiGLU
@@ -87,7 +87,7 @@ def _results(epilogue: Epilogue, product: Array) -> Array:
 
 def _product(rows: Array, weight: ExpertWeights, bias: DeviceTensor | None, expert: int) -> Array:
     """Return the product with an expert in float32."""
-    matrix = dequantized(weight, rows.dtype, expert) if isinstance(weight, PackedTensors) else array_of(weight)[expert]
+    matrix = weight.on_host(rows.dtype, expert) if isinstance(weight, PackedTensors) else array_of(weight)[expert]
     with np.errstate(invalid="ignore"):  # infinity times a weight of 0
         product: Array = rows.astype(np.float32) @ matrix.astype(np.float32).T
     return product if bias is None else product + array_of(bias)[expert].astype(np.float32)

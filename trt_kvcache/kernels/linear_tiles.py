@@ -20,7 +20,11 @@ _MIN_BUSY_SHARE = 0.95
 TILE_ROWS, FRAGMENT_INPUTS = 8, 64
 
 #: Packed weights: their types in the source, and bits of each.
-PACKED_TYPES, PACKED_BITS = {"int4": "Int4", "int8": "Int8", "e2m1": "E2m1"}, {"int4": 4, "int8": 8, "e2m1": 4}
+PACKED_TYPES = {"int4": "Int4", "int8": "Int8", "e2m1": "E2m1"}
+PACKED_BITS = {"int4": 4, "int8": 8, "e2m1": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+
+#: The same for weights in super-blocks.
+SUPER_BLOCK_TYPES = {"q4_k": "Q4K", "q5_k": "Q5K", "q6_k": "Q6K"}
 
 #: The dtype of scales of e2m1: e8m0, powers of two by their exponents.
 EXPONENTS = "uint8"
@@ -64,10 +68,10 @@ class LinearPlan(NamedTuple):
 
 @cache
 def linear_tiles(rows: int, arch: str, packed: str | None = None) -> LinearTiles:
-    """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``; ``packed``: a key of :data:`PACKED_TYPES`."""
+    """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``; ``packed``: a key of :data:`PACKED_BITS`."""
     return LinearTiles(
         warps=16,
-        loads=4 if packed in ("int4", "e2m1") and rows > TILE_ROWS else 8,  # with scales, 8 would spill registers
+        loads=4 if packed not in (None, "int8") and rows > TILE_ROWS else 8,  # with scales, 8 would spill registers
         blocks_per_sm=1,
         large_percent=97,
         prefetched_kib=32 if arch_number(arch) >= MIN_PDL_ARCH else 0,
@@ -75,7 +79,7 @@ def linear_tiles(rows: int, arch: str, packed: str | None = None) -> LinearTiles
 
 
 def linear_macros(rows: int, arch: str, packed: str | None = None) -> dict[str, int]:
-    """Return the macros of the source for rows of :data:`ROW_COUNTS`; ``packed``: a key of :data:`PACKED_TYPES`."""
+    """Return the macros of the source for rows of :data:`ROW_COUNTS`; ``packed``: a key of :data:`PACKED_BITS`."""
     tiles = linear_tiles(rows, arch, packed)
     return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads}
 
@@ -84,7 +88,7 @@ def linear_macros(rows: int, arch: str, packed: str | None = None) -> dict[str, 
 def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors: int, packed: str | None = None) -> LinearPlan:
     """Return the launch for a product of ``rows`` rows of x with ``outputs`` columns of ``out``, each with a gate or not.
 
-    ``packed``: a key of :data:`PACKED_TYPES`; such tiles are whole. None for weights of 16 bits.
+    ``packed``: a key of :data:`PACKED_BITS`; such tiles are whole. None for weights of 16 bits.
     """
     compiled = next(count for count in ROW_COUNTS if rows <= count)
     tiles = linear_tiles(compiled, arch, packed)

@@ -15,7 +15,7 @@ from trt_kvcache.kernels.attention_tiles import (
     prefill_tiles,
     quantized_prefill_tiles,
 )
-from trt_kvcache.kernels.linear_tiles import EXPONENTS, PACKED_TYPES, ROW_COUNTS, TILE_ROWS, linear_macros
+from trt_kvcache.kernels.linear_tiles import EXPONENTS, PACKED_TYPES, ROW_COUNTS, SUPER_BLOCK_TYPES, TILE_ROWS, linear_macros
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: The functions that choose the macros of each attention source, by head dim and architecture.
@@ -34,8 +34,8 @@ RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurre
 #: The dtypes of states for each dtype of activations.
 STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 
-#: The sources of projections of few rows, with weights in 16 bits, and with packed ones; and the same for chosen experts.
-LINEAR_SOURCE, PACKED_LINEAR_SOURCE = "linear", "linear_packed"
+#: The sources of projections of few rows, with weights in 16 bits, with packed ones, and those in super-blocks; and for chosen experts.
+LINEAR_SOURCE, PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE = "linear", "linear_packed", "linear_super_blocks"
 EXPERT_SOURCE, PACKED_EXPERT_SOURCE = "linear_experts", "linear_packed_experts"
 
 #: The dtypes of scales of packed integers for each dtype of activations.
@@ -65,16 +65,18 @@ def variant_names(source: str) -> list[str]:
         formats = [(dtype, kind, scale) for dtype in SCALE_DTYPES for kind in PACKED_TYPES for scale in scale_dtypes(dtype, kind)]
         counts = ROW_COUNTS if source == PACKED_LINEAR_SOURCE else (TILE_ROWS,)
         return [packed_variant_name(source, dtype, rows, kind, scale) for dtype, kind, scale in formats for rows in counts]
+    if source == SUPER_BLOCK_SOURCE:
+        return [variant_name(source, dtype, rows, kind) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS for kind in SUPER_BLOCK_TYPES]
     return [source]
 
 
-def variant_name(source: str, dtype: str, second: int | str, kv_dtype: str | None = None) -> str:
-    """Return the name of a variant, such as ``"attention_decode-float16-128-int8"``.
+def variant_name(source: str, dtype: str, second: int | str, stored: str | None = None) -> str:
+    """Return the name of a variant, such as ``"attention_decode-float16-128-int8"``; ``stored``: dtype of K and V, or of super-blocks.
 
     ``second`` is the head dim of attention, the state dtype of a recurrent kernel, or the rows of a projection.
     """
     name = f"{source}-{dtype}-{second}"
-    return name if kv_dtype in (None, dtype) else f"{name}-{kv_dtype}"
+    return name if stored in (None, dtype) else f"{name}-{stored}"
 
 
 def scale_dtypes(dtype: str, kind: str) -> tuple[str, ...]:
@@ -100,6 +102,9 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
         macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, packed).items()}
         stored = {} if packed is None or scale is None else {"STORED": PACKED_TYPES[packed], "SCALE": _SCALE_TYPES[scale]}
         return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, **macros}
+    if source == SUPER_BLOCK_SOURCE:
+        macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, kv_dtype[0]).items()}
+        return {"ELEMENT": ELEMENT_TYPES[dtype], "STORED": SUPER_BLOCK_TYPES[kv_dtype[0]], **macros}
     tiles = {macro: str(value) for macro, value in (QUANTIZED_TILES if kv_dtype else TILES)[source](int(second), arch).items()}
     stored = {"STORED": STORED_TYPES[kv_dtype[0]]} if kv_dtype else {}
     return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, "HEAD_DIM": second, **tiles}

@@ -9,13 +9,16 @@ import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.weight_parts import expert_tensors
 from trt_kvcache.torch_engine.kernel_variants import packed_variants
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.packing import packed_weight, rounded_weight
+from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
 from trt_kvcache.torch_engine.upload import Upload
 
 
@@ -34,7 +37,7 @@ class CheckpointTensors:
         self._upload = Upload(device)
         self._rounded = RoundedTensors(checkpoint, dtype, progress)
         self._experts = expert_tensors(checkpoint.config)
-        self._last: tuple[str, QuantizedWeight | None] = ("", None)
+        self._last: tuple[str, QuantizedWeight | SuperBlocks | None] = ("", None)
 
     def load(self, name: str) -> torch.Tensor:
         """Return a tensor. Its values are rounded once, or not at all: tensors of routers are float32."""
@@ -42,7 +45,7 @@ class CheckpointTensors:
         dtype = np.float32 if name in self._rounded.exact else self._rounded.dtype
         return self._upload(values.astype(dtype, copy=False))
 
-    def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
+    def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""
         packed = self._rounded_weight(name, rows) or self._packed_weight(name, rows)
         if packed is None:
@@ -59,8 +62,17 @@ class CheckpointTensors:
         chosen = values[rows[0]] if len(rows) == 1 else np.concatenate([values[some] for some in rows])
         return rounded_weight(chosen, scheme, scales_dtype, self._dtype, self._upload, self._memory)
 
-    def _packed_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedWeight | None:
-        if self._last[0] != name:
-            self._last = name, self._checkpoint.quantized_weight(name)  # which may round all of it
+    def _packed_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
+        if self._last[0] != name:  # reading may round all of it, or bring its rows into another order
+            self._last = name, self._stored(name)
         weight = self._last[1]
-        return None if weight is None else packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
+        if weight is None:
+            return None
+        if isinstance(weight, SuperBlocks):
+            return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
+        return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
+
+    def _stored(self, name: str) -> QuantizedWeight | SuperBlocks | None:
+        """Return a weight as it is stored. The kernels for experts do not know super-blocks."""
+        quantized = self._checkpoint.quantized_weight(name)
+        return self._checkpoint.super_blocks(name) if quantized is None and name not in self._experts else quantized

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection, dense
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined
 from trt_kvcache.torch_engine.stored_weights import StoredWeights, arranged
+from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight, joined_super_blocks
 
 
 def fused(stored: StoredWeights, *names: str) -> TorchProjection:
@@ -19,10 +21,26 @@ def fused(stored: StoredWeights, *names: str) -> TorchProjection:
 
 
 def _concatenated(matrices: Sequence[TorchMatrix]) -> TorchMatrix:
-    """Return the rows of several matrices as one: packed if all are, in the same format."""
-    packed = [matrix for matrix in matrices if isinstance(matrix, PackedWeight)]
-    whole = joined(packed) if len(packed) == len(matrices) else None
-    if whole is not None:
-        return whole
+    """Return the rows of several matrices as one: packed if all are, in parts of the same format."""
+    packed = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
+    if len(packed) == len(matrices):
+        return _packed(packed)
     parts = [dense(matrix) for matrix in matrices]
     return arranged(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+def _packed(matrices: Sequence[PackedMatrix]) -> PackedMatrix | PackedParts:
+    parts = [matrices[0]]
+    for matrix in matrices[1:]:
+        whole = _joined(parts[-1], matrix)
+        parts[-1:] = (parts[-1], matrix) if whole is None else (whole,)
+    return parts[0] if len(parts) == 1 else PackedParts(tuple(parts))
+
+
+def _joined(first: PackedMatrix, second: PackedMatrix) -> PackedMatrix | None:
+    """Return two matrices as one, or None if the kernels would take them for different ones."""
+    if isinstance(first, PackedWeight) and isinstance(second, PackedWeight):
+        return joined((first, second))
+    if isinstance(first, SuperBlockWeight) and isinstance(second, SuperBlockWeight):
+        return joined_super_blocks(first, second)
+    return None

@@ -10,13 +10,13 @@ from trt_kvcache.kernels.source_variants import (
     EXPERT_SOURCE,
     LINEAR_SOURCE,
     PACKED_EXPERT_SOURCE,
-    PACKED_LINEAR_SOURCE,
     TILES,
     head_dims_of,
     packed_variant_name,
     variant_name,
 )
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 
@@ -36,9 +36,9 @@ def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> It
     yield from ("decoder_layer", "lengths")
 
 
-def packed_variants(weight: PackedWeight, dtype: str, *, of_expert: bool) -> Iterator[str]:
+def packed_variants(weight: PackedMatrix, dtype: str, *, of_expert: bool) -> Iterator[str]:
     """Yield the variants of decode steps for a packed weight, and of prompts for one of an expert."""
-    scales = str(weight.scales.dtype).removeprefix("torch.")
-    if of_expert:
+    if of_expert and isinstance(weight, PackedWeight):
+        scales = str(weight.scales.dtype).removeprefix("torch.")
         yield packed_variant_name(PACKED_EXPERT_SOURCE, dtype, TILE_ROWS, weight.kind, scales)
-    yield packed_variant_name(PACKED_LINEAR_SOURCE, dtype, ROW_COUNTS[0], weight.kind, scales)
+    yield weight.tensors.variant(dtype, ROW_COUNTS[0])

@@ -16,11 +16,11 @@ import torch.nn.functional as F  # noqa: N812
 from trt_kvcache.model import ClampedSwiGLU, MlpConfig
 from trt_kvcache.model.mlp_config import Activation
 from trt_kvcache.torch_engine.norm import TorchNorm
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 #: A matrix ``[out, in]``.
-TorchMatrix: TypeAlias = torch.Tensor | PackedWeight
+TorchMatrix: TypeAlias = torch.Tensor | PackedMatrix | PackedParts
 
 #: Function of the index of the attention layer, q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE, which it may
 #: overwrite, and attention sinks float32 ``[Hq]`` or None; returns ``[A, s, Hq, D]``.
@@ -47,7 +47,7 @@ class TorchProjection:
     @property
     def outputs(self) -> int:
         """Number of outputs."""
-        return self.weight.outputs if isinstance(self.weight, PackedWeight) else len(self.weight)
+        return len(self.weight) if isinstance(self.weight, torch.Tensor) else self.weight.outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,7 @@ class Operations:
 
 def dense(matrix: TorchMatrix) -> torch.Tensor:
     """Return a matrix as a tensor."""
-    return matrix.dequantized() if isinstance(matrix, PackedWeight) else matrix
+    return matrix if isinstance(matrix, torch.Tensor) else matrix.dequantized()
 
 
 def write_product(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from trt_kvcache.model import MlpConfig
 from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.kernels import has_gate_kernel
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchMatrix, TorchProjection, write_product
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 
 #: Rows of a launch, and rows up to which weights are read packed by several launches: more are multiplied with dequantized weights.
 LAUNCH_ROWS, MAX_PACKED_ROWS = ROW_COUNTS[-1], 4 * ROW_COUNTS[-1]
@@ -37,8 +38,10 @@ class PackedProjections(Projections):
 
     def project(self, projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Projections.project`."""
-        if not isinstance(projection.weight, PackedWeight):
+        if isinstance(projection.weight, torch.Tensor):
             return self._others.project(projection, x)
+        if isinstance(projection.weight, PackedParts):
+            return self._project_parts(projection.weight.parts, projection.bias, x)
         out = x.new_empty((*x.shape[:-1], projection.weight.outputs))
         self._write(x.flatten(0, -2), projection.weight, projection.bias, out.flatten(0, -2))
         return out
@@ -46,9 +49,9 @@ class PackedProjections(Projections):
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """See :meth:`Projections.activated`."""
         weight, rows = inputs.weight, x.flatten(0, -2)
-        if not isinstance(weight, PackedWeight):
+        if isinstance(weight, torch.Tensor):
             return self._others.activated(inputs, x, config)
-        if not config.gated or not has_gate_kernel(config.activation) or len(rows) > MAX_PACKED_ROWS:
+        if isinstance(weight, PackedParts) or not config.gated or not has_gate_kernel(config.activation) or len(rows) > MAX_PACKED_ROWS:
             return super().activated(inputs, x, config)
         out = x.new_empty((*x.shape[:-1], weight.outputs // 2))
         bias = self._view(inputs.bias)
@@ -60,12 +63,17 @@ class PackedProjections(Projections):
 
     def write_logits(self, rows: torch.Tensor, head: TorchMatrix, logits: torch.Tensor) -> None:
         """See :meth:`Projections.write_logits`."""
-        if isinstance(head, PackedWeight):
+        if isinstance(head, PackedMatrix):
             self._write(rows, head, None, logits)
         else:
             self._others.write_logits(rows, head, logits)
 
-    def _write(self, rows: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _project_parts(self, parts: Sequence[PackedMatrix], bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        counts = [part.outputs for part in parts]
+        biases = [None] * len(parts) if bias is None else bias.split(counts)
+        return torch.cat([self.project(TorchProjection(part, of), x) for part, of in zip(parts, biases, strict=True)], dim=-1)
+
+    def _write(self, rows: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Write the product of ``rows`` ``[n, in]`` into ``out`` ``[n, out]``."""
         if len(rows) > MAX_PACKED_ROWS:
             self._write_many(rows, weight, bias, out)
@@ -73,7 +81,7 @@ class PackedProjections(Projections):
         for some, results in _launches(rows, out):
             packed_linear_kernel(self._views.of(some), weight.tensors, self._view(bias), self._views.of(results), self._stream)
 
-    def _write_many(self, rows: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _write_many(self, rows: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         step = max(self._workspace.numel() // weight.inputs // FRAGMENT_OUTPUTS, 1) * FRAGMENT_OUTPUTS
         for first in range(0, weight.outputs, step):
             outputs = slice(first, min(first + step, weight.outputs))

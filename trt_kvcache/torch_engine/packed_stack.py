@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from trt_kvcache.kernels.packed_linear_kernels import PackedTensors
+from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined
 
 

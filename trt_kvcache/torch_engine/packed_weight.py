@@ -10,14 +10,15 @@ import torch
 
 from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
 from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES
-from trt_kvcache.kernels.packed_linear_kernels import PackedTensors
+from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_places import unpack_rows, unpack_values
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedWeight:
+class PackedWeight(PackedMatrix):
     """A matrix ``[outputs, inputs]`` of ``dtype``: ``(quantized value - zero point) * scale``. See ``PackedTensors`` for its fields."""
 
     dtype: torch.dtype
@@ -32,7 +33,7 @@ class PackedWeight:
 
     @cached_property
     def tensors(self) -> PackedTensors:
-        """The matrix as the kernels take it."""
+        """See :class:`PackedMatrix`."""
         return PackedTensors(
             kind=self.kind,
             outputs=self.outputs,
@@ -45,11 +46,11 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Size on the device."""
+        """See :class:`PackedMatrix`."""
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.zero_points) if tensor is not None)
 
     def dequantized(self) -> torch.Tensor:
-        """Return the matrix by operations of torch, bit for bit as the kernels compute it."""
+        """See :class:`PackedMatrix`."""
         values = unpack_values(self.values, self.kind, self.outputs, self.inputs)
         group = torch.arange(self.inputs, device=values.device) // HALF_INPUTS >> self.group_shift
         scales = unpack_rows(self.scales, self.outputs)

@@ -11,6 +11,7 @@ from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, layer_we
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.weight_parts import EXACT_ROLES, WeightPart, layer_parts, split_role
 from trt_kvcache.torch_engine.operations import TorchProjection
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack, stack_of
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
@@ -19,14 +20,14 @@ LoadTensor = Callable[[str], torch.Tensor]
 
 #: Function of a tensor name and selections of its rows: the packed rows, or None if the tensor is not packed, and :data:`LoadTensor` reads
 #: it.
-LoadPacked = Callable[[str, Sequence[slice | list[int]]], PackedWeight | None]
+LoadPacked = Callable[[str, Sequence[slice | list[int]]], PackedMatrix | None]
 
 
 @dataclass(frozen=True)
 class StoredWeights(DecoderLayerWeights[torch.Tensor]):
     """Weights of one layer by role. Matrices of ``packed`` are in no other mapping, nor are those of ``experts``, which are yet to read."""
 
-    packed: Mapping[str, PackedWeight]
+    packed: Mapping[str, PackedMatrix]
     experts: Mapping[str, WeightPart]
     load: LoadTensor
     load_packed: LoadPacked
@@ -50,7 +51,7 @@ class StoredWeights(DecoderLayerWeights[torch.Tensor]):
         parts = []
         for part in self._parts_of(names, ".weight"):
             packed = self.load_packed(part.tensor, part.selections)
-            if packed is None:
+            if not isinstance(packed, PackedWeight):
                 return None
             parts.append(packed)
         return stack_of(parts, len(parts) // len(names))

@@ -16,7 +16,6 @@ from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, final_norm_bia
 from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Part, SelfAttention, ShortConvolution
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
 from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, StoredWeights, arranged, stored_weights
@@ -74,7 +73,7 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
         blocks=blocks,
         final_norm=final_norm,
         head=head,
-        is_packed=any(isinstance(matrix, PackedWeight) for matrix in matrices)
+        is_packed=not all(isinstance(matrix, torch.Tensor) for matrix in matrices)
         or any(block.part.experts.is_packed for block in blocks if isinstance(block.part, RoutedMlp)),
     )
 

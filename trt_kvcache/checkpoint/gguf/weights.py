@@ -19,6 +19,7 @@ from trt_kvcache.checkpoint.gguf.header import StoredBlocks
 from trt_kvcache.checkpoint.gguf.model import GGUFModel
 from trt_kvcache.checkpoint.gguf.model_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, num_layers
 from trt_kvcache.checkpoint.quantized.gguf import TYPES
+from trt_kvcache.checkpoint.quantized.super_blocks import SUPER_BLOCK_NBYTES, SuperBlocks
 from trt_kvcache.checkpoint.safetensors_file import StoredTensor
 from trt_kvcache.errors import CheckpointError
 
@@ -97,6 +98,21 @@ class GGUFWeights:
         array = array if keeps_blocks else array.reshape(source.shape)
         array.flags.writeable = False
         return array
+
+    def super_block_type(self, name: str) -> str | None:
+        """Return Q4_K, Q5_K or Q6_K of a matrix; None for other types, and where values or columns are changed."""
+        source = self._sources[name]
+        kind = source.blocks[0].kind
+        return kind if kind in SUPER_BLOCK_NBYTES and len(source.shape) == 2 and not source.changes_values else None
+
+    def super_blocks(self, name: str) -> SuperBlocks | None:
+        """Return a matrix that has a :meth:`super_block_type` as it is stored; None for others."""
+        source, kind = self._sources[name], self.super_block_type(name)
+        if kind is None:
+            return None
+        parts = [_stored(one) for one in source.blocks]
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return SuperBlocks(kind=kind, stored=array if source.rows is None else array[source.rows])
 
     def _log_of_a(self, a: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
         if not (a < 0).all():

@@ -1,0 +1,128 @@
+"""Packed matrices as the kernels take them: ``PackedTensors`` in groups of inputs, ``SuperBlockTensors`` in super-blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from trt_kvcache.kernels.host_arrays import Array, array_of
+from trt_kvcache.kernels.launch import address
+from trt_kvcache.kernels.packed_layout import HALF_INPUTS, MIDDLES, count_tiles, unpack_rows, unpack_values
+from trt_kvcache.kernels.source_variants import PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE, packed_variant_name, variant_name
+from trt_kvcache.kernels.super_block_layout import dequantized_super_blocks
+from trt_kvcache.memory.tensor import DeviceTensor
+
+
+class PackedMatrix(Protocol):
+    """A packed matrix ``[outputs, inputs]``."""
+
+    @property
+    def kind(self) -> str:
+        """Key of ``PACKED_BITS``."""
+
+    @property
+    def outputs(self) -> int:
+        """Rows."""
+
+    @property
+    def prefix(self) -> str:
+        """Start of the names of its kernels."""
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        """Addresses that a kernel takes."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers that a kernel takes."""
+
+    def variant(self, dtype: str, rows: int) -> str:
+        """Return the compiled variant for elements of ``dtype``, and rows of ``ROW_COUNTS``."""
+
+    def on_host(self, dtype: np.dtype[Any]) -> Array:
+        """Return the weights of a matrix in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTensors:
+    """A matrix ``[outputs, inputs]``: ``(quantized value - zero point) * scale``, rounded once. Inputs are a multiple of 8."""
+
+    # The layout is that of ``packed_layout.py``; of a stack of matrices the tiles follow each other, see ``expert_kernels.py``.
+    # On a GPU weights are read before earlier launches on the stream have ended: none of them may still write them.
+    kind: str  # "int4", "int8", or "e2m1" with scales e8m0
+    outputs: int
+    inputs: int
+    group_shift: int
+    values: DeviceTensor  # uint8 [tiles, bytes]
+    scales: DeviceTensor  # [tiles, groups, 8, 2] in a dtype of scale_dtypes()
+    zero_points: DeviceTensor | None  # uint8 or int8 [tiles, groups, 8, 2]
+
+    @property
+    def prefix(self) -> str:
+        """See :class:`PackedMatrix`."""
+        return "packed" if self.zero_points is None else "packed_zero_points"
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        """See :class:`PackedMatrix`."""
+        return self.values.ptr, self.scales.ptr, address(self.zero_points)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """See :class:`PackedMatrix`."""
+        return self.scales.shape[1], self.group_shift
+
+    def variant(self, dtype: str, rows: int) -> str:
+        """See :class:`PackedMatrix`."""
+        return packed_variant_name(PACKED_LINEAR_SOURCE, dtype, rows, self.kind, self.scales.dtype)
+
+    def on_host(self, dtype: np.dtype[Any], matrix: int = 0) -> Array:
+        """See :class:`PackedMatrix`; of a matrix of a stack."""
+        shape, count = (self.outputs, self.inputs), count_tiles(self.outputs)
+        tiles = slice(matrix * count, (matrix + 1) * count)
+        values = unpack_values(array_of(self.values)[tiles], self.kind, shape).astype(np.float32)
+        group = np.arange(self.inputs) // HALF_INPUTS >> self.group_shift
+        zero_points: Any = MIDDLES[self.kind]
+        if self.zero_points is not None:
+            zero_points = unpack_rows(array_of(self.zero_points)[tiles], self.outputs).astype(np.float32)[:, group]
+        stored = unpack_rows(array_of(self.scales)[tiles], self.outputs)
+        scales = (stored.view(ml_dtypes.float8_e8m0fnu) if self.kind == "e2m1" else stored).astype(np.float32)[:, group]
+        with np.errstate(over="ignore"):
+            found: Array = ((values - zero_points) * scales).astype(dtype)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperBlockTensors:
+    """A matrix ``[outputs, inputs]`` in the layout of ``super_block_layout.py``: as ``gguf`` dequantizes it, then rounded.
+
+    A multiple of 256 inputs. On a GPU it is read before earlier launches on the stream have ended: none of them may still write it.
+    """
+
+    kind: str  # "q4_k", "q5_k" or "q6_k"
+    outputs: int
+    inputs: int
+    values: DeviceTensor  # uint8 [tiles, bytes]
+    scales: DeviceTensor  # uint8 [tiles, fragments, 8, 8]
+    factors: DeviceTensor  # float16 [tiles, super-blocks, 8, 2, 1 or 2]
+
+    prefix = "super_blocks"
+    numbers = ()
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        """See :class:`PackedMatrix`."""
+        return self.values.ptr, self.scales.ptr, self.factors.ptr
+
+    def variant(self, dtype: str, rows: int) -> str:
+        """See :class:`PackedMatrix`."""
+        return variant_name(SUPER_BLOCK_SOURCE, dtype, rows, self.kind)
+
+    def on_host(self, dtype: np.dtype[Any]) -> Array:
+        """See :class:`PackedMatrix`."""
+        values, scales, factors = (array_of(tensor) for tensor in (self.values, self.scales, self.factors))
+        found: Array = dequantized_super_blocks(values, scales, factors, self.kind, (self.outputs, self.inputs)).astype(dtype)
+        return found

@@ -1,0 +1,52 @@
+"""``PackedMatrix``: a matrix of fewer than 16 bits a weight on a device; ``PackedParts``: several ones below each other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from trt_kvcache.kernels import packed_tensors
+
+
+class PackedMatrix(ABC):
+    """A matrix ``[outputs, inputs]`` that the kernels for packed weights take."""
+
+    outputs: int
+    inputs: int
+
+    @property
+    @abstractmethod
+    def tensors(self) -> packed_tensors.PackedMatrix:
+        """The matrix as the kernels take it."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Size on the device."""
+
+    @abstractmethod
+    def dequantized(self) -> torch.Tensor:
+        """Return the matrix by operations of torch, bit for bit as the kernels compute it."""
+
+
+@dataclass(frozen=True)
+class PackedParts:
+    """Matrices of the same input with concatenated outputs, in different formats: a launch for each."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of all."""
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the device."""
+        return sum(part.nbytes for part in self.parts)
+
+    def dequantized(self) -> torch.Tensor:
+        """See :meth:`PackedMatrix.dequantized`."""
+        return torch.cat([part.dequantized() for part in self.parts])

@@ -1,0 +1,123 @@
+"""``SuperBlockWeight``: a matrix in Q4_K, Q5_K or Q6_K on a device, in the layout of the kernels for super-blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trt_kvcache._util.in_threads import for_each, row_slices
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks, factors_of, scales_of, values_of
+from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS, count_tiles
+from trt_kvcache.kernels.packed_tensors import SuperBlockTensors
+from trt_kvcache.kernels.super_block_layout import (
+    FACTORS,
+    HIGH_BITS,
+    MIDDLES,
+    SCALE_INPUTS,
+    SUPER_BLOCK,
+    fragment_nbytes,
+)
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.torch_engine.device_view import device_view
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
+from trt_kvcache.torch_engine.packed_places import unpack_rows
+from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks, unpack_scales, unpack_super_blocks
+from trt_kvcache.torch_engine.upload import Upload
+
+#: Values on the device at a time that are not packed yet, and those that a thread unpacks at a time.
+_ON_DEVICE, _OF_A_THREAD = 1 << 24, 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperBlockWeight(PackedMatrix):
+    """A matrix ``[outputs, inputs]`` of ``dtype``. See ``SuperBlockTensors`` for its fields."""
+
+    dtype: torch.dtype
+    memory: Memory
+    kind: str
+    outputs: int
+    inputs: int
+    values: torch.Tensor
+    scales: torch.Tensor
+    factors: torch.Tensor
+
+    @classmethod
+    def of(cls, stored: SuperBlocks, dtype: str, upload: Upload, memory: Memory) -> SuperBlockWeight | None:
+        """Return the matrix on the device of ``memory``, to which ``upload`` copies; None if ``dtype`` cannot hold its values."""
+        kind, (outputs, inputs), blocks = stored.kind.lower(), stored.shape, stored.blocks()
+        factors, scales = factors_of(blocks, stored.kind), scales_of(blocks, stored.kind)
+        if not _bound(factors, kind) <= torch.finfo(getattr(torch, dtype)).max:
+            return None
+        fragments_nbytes = inputs // FRAGMENT_INPUTS * fragment_nbytes(kind)
+        values = torch.empty((count_tiles(outputs), fragments_nbytes), dtype=torch.uint8, device=upload.device)
+        for rows in row_slices(outputs, inputs, _ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
+            tiles = slice(rows.start // FRAGMENT_OUTPUTS, count_tiles(rows.stop))
+            values[tiles] = pack_super_blocks(upload(_values(blocks[rows], stored.kind)), kind)
+        return cls(
+            dtype=getattr(torch, dtype),
+            memory=memory,
+            kind=kind,
+            outputs=outputs,
+            inputs=inputs,
+            values=values,
+            scales=pack_scales(upload(scales)),
+            factors=pack_factors(upload(factors)),
+        )
+
+    @cached_property
+    def tensors(self) -> SuperBlockTensors:
+        """See :class:`PackedMatrix`."""
+        values, scales, factors = (device_view(tensor, self.memory) for tensor in (self.values, self.scales, self.factors))
+        return SuperBlockTensors(kind=self.kind, outputs=self.outputs, inputs=self.inputs, values=values, scales=scales, factors=factors)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`PackedMatrix`."""
+        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.factors))
+
+    def dequantized(self) -> torch.Tensor:
+        """See :class:`PackedMatrix`."""
+        exact = unpack_super_blocks(self.values, self.kind, self.outputs, self.inputs).float() - MIDDLES[self.kind]
+        factors = torch.stack([unpack_rows(self.factors[..., index], self.outputs) for index in range(FACTORS[self.kind])]).float()
+        scales = unpack_scales(self.scales, self.outputs)
+        per_scale, per_factor = SCALE_INPUTS[self.kind], SUPER_BLOCK // SCALE_INPUTS[self.kind]
+        of_groups = factors.repeat_interleave(per_factor, dim=-1)
+        if self.kind == "q6_k":
+            scale = of_groups[0] * scales.reshape(self.outputs, -1).view(torch.int8).float()
+            return (exact * scale.repeat_interleave(per_scale, dim=-1)).to(self.dtype)
+        scale, minimum = (one.repeat_interleave(per_scale, dim=-1) for one in of_groups * scales.permute(2, 0, 1).float())
+        return (exact * scale - minimum).to(self.dtype)
+
+
+def _values(blocks: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.uint8]:
+    """Return the quantized values of some rows of a file."""
+    values = np.empty((len(blocks), blocks.shape[1] * SUPER_BLOCK), np.uint8)
+
+    def unpack(rows: slice) -> None:
+        values[rows] = values_of(blocks[rows], kind)
+
+    for_each(unpack, row_slices(len(values), values.shape[1], _OF_A_THREAD))
+    return values
+
+
+def _bound(factors: npt.NDArray[np.float16], kind: str) -> float:
+    """Return a bound of the magnitudes of values; not a finite number if a factor is none."""
+    largest = (128 * 32,) if kind == "q6_k" else (63 * ((16 << HIGH_BITS[kind]) - 1), 63)
+    return float((np.abs(factors.astype(np.float64)) * largest).sum(axis=-1).max(initial=0))
+
+
+def joined_super_blocks(first: SuperBlockWeight, second: SuperBlockWeight) -> SuperBlockWeight | None:
+    """Return matrices of the same input with concatenated outputs, or None if the kernels would take them for different ones."""
+    if (first.kind, first.inputs) != (second.kind, second.inputs) or first.outputs % FRAGMENT_OUTPUTS:
+        return None
+    return replace(
+        first,
+        outputs=first.outputs + second.outputs,
+        values=torch.cat((first.values, second.values)),
+        scales=torch.cat((first.scales, second.scales)),
+        factors=torch.cat((first.factors, second.factors)),
+    )
