@@ -26,9 +26,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 from trt_kvcache.kernels.expert_kernels import expert_down_kernel, expert_up_kernel  # noqa: E402
-from trt_kvcache.kernels.linear_tiles import PACKED_BITS  # noqa: E402
+from trt_kvcache.kernels.linear_tiles import EXPONENTS, PACKED_BITS  # noqa: E402
 from trt_kvcache.kernels.packed_layout import (  # noqa: E402
-    EXPONENTS,
     FRAGMENT_INPUTS,
     FRAGMENT_NBYTES,
     ONE_GROUP,

@@ -42,7 +42,7 @@ constexpr int kVectors = kIsSame<Stored, Int8> ? 2 : 1, kVectorBytes = 32 * 16,
 
 constexpr unsigned kMinusZero = 0x80008000, kSigns = 0x80008000;
 
-// What a number that quantized_values gives is multiplied with: 1, or with E2m1 2^126 or 2^14.
+// Numbers of quantized_values are multiplied with 1, or with E2m1 with 2^126 or 2^14.
 template <class Type, class From>
 constexpr unsigned kUnit = 0x3F803F80;
 template <>

@@ -30,6 +30,17 @@ def test_every_source_for_every_architecture(arch, all_variants):
         assert int.from_bytes(code[18:20], "little") == 190  # EM_CUDA
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["", *(f"-{kind}" for kind in STORED_TYPES)])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_120"])
+def test_heads_of_512_spill_no_registers(arch, stored, monkeypatch):
+    monkeypatch.syspath_prepend(str(sources.source_folder().parent / "benchmarks"))
+    from cubin import kernel_resources
+
+    code = compile.compile_cubin(f"attention_prefill-float16-512{stored}", arch)
+    assert {name: found.local_nbytes for name, found in kernel_resources(code, arch).items() if found.local_nbytes} == {}
+
+
 def test_what_nvrtc_says():
     with pytest.raises(CudaError, match=r"^NVRTC: lengths\.cu for sm_1 does not compile: .*") as caught:
         compile.compile_cubin("lengths", "sm_1")

@@ -45,7 +45,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 9 + 3 * 2 * (5 + 5 + 6) + 5 * len(RECURRENT_SOURCES) + 12 * len(ROW_COUNTS) + 2
+    assert len(names) == len(set(names)) == 9 + 3 * 2 * (5 + 5 + 6) + 5 * len(RECURRENT_SOURCES) + 14 * len(ROW_COUNTS) + 2 + 12
     assert all(sources.source_path(name).is_file() for name in names)
 
 

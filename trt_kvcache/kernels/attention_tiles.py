@@ -189,11 +189,12 @@ _WARPGROUP_VARIANTS = {
     ],
 }
 
-#: Where two warps divide the columns: with much shared memory, and with little, whose tiles have 16 keys.
+#: Where two warps divide the columns: with much shared memory, and with little. Tiles of 32 keys, where 16 suffice for the bytes in
+#: flight, would spill registers in the kernels that append.
 _DIVIDED_COLUMNS = [
     (1, 2, 1, 32, 3, 1, 1, 0),
-    (2, 1, 1, 32, 2, 1, 1, 0),
-    (4, 1, 1, 32, 2, 2, 1, 0),
+    (2, 1, 1, 16, 5, 2, 1, 0),
+    (4, 1, 1, 16, 4, 4, 1, 0),
     *[(4, 1, 1, 32, 2, 4, 1, 0)] * 2,
     (4, 1, 1, 32, 2, 1, 1, 0),
 ]
@@ -239,7 +240,8 @@ def quantized_prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     tiles = prefill_tiles(head_dim, arch)
     if head_dim > _MAX_WARP_COLUMNS:
         if shared_limit(arch) < 227 * _KIB:
-            return {**tiles, **{f"ROW_WARPS_{variant.upper()}": 1 for variant in PREFILL_VARIANTS}}
+            row_warps = 1 if shared_limit(arch) == _MIN_SHARED_NBYTES else 2  # one would convert so many values that registers spill
+            return {**tiles, **{f"ROW_WARPS_{variant.upper()}": row_warps for variant in PREFILL_VARIANTS}}
         return {**tiles, **{f"TILE_KEYS_{variant.upper()}": 16 for variant in PREFILL_VARIANTS[2:]}}
     if head_dim > 128 and shared_limit(arch) < 227 * _KIB:
         return {**tiles, **{f"TILE_KEYS_{variant.upper()}": 16 for variant in ("64", "short", "wide", "whole")}}

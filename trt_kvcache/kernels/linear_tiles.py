@@ -22,6 +22,9 @@ TILE_ROWS, FRAGMENT_INPUTS = 8, 64
 #: Packed weights: their types in the source, and bits of each.
 PACKED_TYPES, PACKED_BITS = {"int4": "Int4", "int8": "Int8", "e2m1": "E2m1"}, {"int4": 4, "int8": 8, "e2m1": 4}
 
+#: The dtype of scales of e2m1: e8m0, powers of two by their exponents.
+EXPONENTS = "uint8"
+
 _ELEMENT_BITS = 16
 
 _KIB = 1024

@@ -24,9 +24,6 @@ ONE_GROUP = 30
 #: The zero point of weights that have none: int4 is stored as 0 to 15.
 MIDDLES = {"int4": 8, "int8": 0, "e2m1": 0}
 
-#: The dtype of scales of e2m1: e8m0, powers of two by their exponents.
-EXPONENTS = "uint8"
-
 #: Bytes of a fragment.
 FRAGMENT_NBYTES = {"int4": 512, "int8": 1024, "e2m1": 512}
 

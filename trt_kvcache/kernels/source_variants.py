@@ -15,8 +15,7 @@ from trt_kvcache.kernels.attention_tiles import (
     prefill_tiles,
     quantized_prefill_tiles,
 )
-from trt_kvcache.kernels.linear_tiles import PACKED_TYPES, ROW_COUNTS, TILE_ROWS, linear_macros
-from trt_kvcache.kernels.packed_layout import EXPONENTS
+from trt_kvcache.kernels.linear_tiles import EXPONENTS, PACKED_TYPES, ROW_COUNTS, TILE_ROWS, linear_macros
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: The functions that choose the macros of each attention source, by head dim and architecture.
