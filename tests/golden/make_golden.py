@@ -72,6 +72,8 @@ ROPES = {
         },
         33,
     ),
+    "proportional": ({"rope_type": "proportional", "partial_rotary_factor": 0.25}, 30),
+    "proportional, factor": ({"rope_type": "proportional", "partial_rotary_factor": 0.7, "factor": 3.0}, 30),
 }
 
 
@@ -185,6 +187,7 @@ FIELDS = (
     *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "moe_intermediate_size", "routed_scaling_factor", "n_group"),
     *("topk_group", "n_shared_experts", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "num_dense_layers"),
     *("use_expert_bias", "moe_latent_size", "swiglu_alpha", "swiglu_limit"),
+    *("attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input"),
 )
 
 

@@ -86,6 +86,8 @@ SEEDS = {
     "stablelm-bias": 53,
     "cohere2": 54,
     "cohere2-bias": 55,
+    "gemma4": 73,
+    "gemma4-bias": 74,
 }
 
 #: Models with a vision tower, whose text decoders are computed like the models above: in the folder ``vision``.

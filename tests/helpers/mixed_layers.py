@@ -43,10 +43,19 @@ def mixed_model(*head_dims: int) -> ModelConfig:
             residual_multiplier=0.7,
         ),
         LayerConfig(
-            mixer=replace(plain[2], rope=HALF, window=4, query_scaling=QueryScaling(beta=0.5, period=3), qk_norm=QkNormConfig(norm=OFFSET)),
+            mixer=replace(
+                plain[2],
+                rope=HALF,
+                window=4,
+                query_scaling=QueryScaling(beta=0.5, period=3),
+                qk_norm=QkNormConfig(norm=OFFSET),
+                v_norm_epsilon=1e-3,
+                values_are_keys=True,
+            ),
             mlp=MlpConfig(intermediate_size=24),
             input_norm=NORM,
             mlp_norm=NORM,
+            output_scale=True,
         ),
         LayerConfig(
             mixer=replace(plain[3], qk_norm=QkNormConfig(norm=NORM, after_rope=True)),
@@ -56,7 +65,7 @@ def mixed_model(*head_dims: int) -> ModelConfig:
         ),
     )
     return ModelConfig(
-        family="gemma3_text",  # which has names for all norms
+        family="gemma4_text",  # which has names for all norms, and for the scale of a layer
         vocab_size=43,
         hidden_size=40,
         layers=layers,
@@ -158,6 +167,9 @@ def without(model: ModelConfig) -> dict[str, ModelConfig]:
         "a norm before the MLP": changed(2, mlp_norm=None),
         "a norm before the mixer": changed(2, input_norm=None),
         "norms of heads": changed(2, qk_norm=None),
+        "v_norm": changed(2, v_norm_epsilon=None),
+        "values_are_keys": changed(2, values_are_keys=False),
+        "output_scale": changed(2, output_scale=False),
         "full_qk_norm": changed(1, qk_norm=None),
         "which activation": changed(2, mlp=replace(third.mlp, activation="gelu_tanh")),
     }

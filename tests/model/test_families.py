@@ -63,6 +63,26 @@ def test_gemma_3_has_two_kinds_of_rope_in_either_spelling() -> None:
     assert golden("gemma3", rope_scaling=None, rope_theta=1.0, rope_local_base_freq=2.0, rope_parameters=ropes) == old
 
 
+def test_heads_of_gemma_4_are_of_two_sizes_in_either_spelling() -> None:
+    mixers = [layer.attention for layer in golden("gemma4").layers]
+    assert [(mixer.num_kv_heads, mixer.head_dim, mixer.values_are_keys, mixer.window) for mixer in mixers] == [
+        (2, 16, False, 6),
+        (1, 24, True, None),
+    ] * 2
+    sizes = {"head_dim": 24, "num_key_value_heads": 1}
+    assert golden("gemma4", global_head_dim=7, per_layer_config={"1": sizes, "3": sizes}) == golden("gemma4")
+    assert [mixer.num_kv_heads for mixer in (layer.attention for layer in golden("gemma4", attention_k_eq_v=False).layers)] == [2] * 4
+    assert golden("gemma4", global_head_dim=None).layers[1].attention.head_dim == 512
+
+
+def test_gemma_4_without_its_optional_fields() -> None:
+    model = golden("gemma4", layer_types=None, num_hidden_layers=7, rope_parameters=None)
+    assert [layer.attention.window for layer in model.layers] == [6] * 5 + [None, None]
+    ropes = {layer.attention.window: layer.attention.rope for layer in model.layers}
+    assert ropes[6] == RopeConfig(kind="default", theta=1e4)
+    assert ropes[None] == RopeConfig(kind="proportional", theta=1e6, partial_rotary_factor=0.25)
+
+
 def test_the_scaling_of_older_files_of_olmo_3_belongs_to_full_attention() -> None:
     ropes = [layer.attention.rope for layer in golden("olmo3-bias-yarn", rope_theta=70.0).layers]
     assert [rope and (rope.kind, rope.theta) for rope in ropes] == [("yarn", 70.0), ("default", 70.0), ("yarn", 70.0)]
@@ -185,6 +205,32 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("gemma2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types: chunked_attention is not"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: .* has attention logit softcapping, which is"),
         ("gemma3", {"rope_parameters": {"rope_theta": 3.0}}, "rope_parameters: expected one object for full_attention and one for"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block: .* has a mixture of experts"),
+        ("gemma4", {"enable_moe_block": 1}, "enable_moe_block: expected true or false, got 1"),
+        ("gemma4", {"attention_k_eq_v": "yes"}, "attention_k_eq_v: expected true or false, got 'yes'"),
+        ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: .* has layers that share K and V, which is not supported"),
+        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers: expected an integer >= 0, got -1"),
+        ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: .* has per-layer embeddings, which is not supported"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: expected null or vision"),
+        ("gemma4", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types: expected full_attention for the last"),
+        ("gemma4", {"rope_theta": 100.0}, "rope_theta: expected nothing, since rope_parameters has it"),
+        ("gemma4", {"rope_parameters": {"full_attention": {"rope_theta": 3.0}}}, "rope_parameters: expected one object for full_attention"),
+        (
+            "gemma4",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
+            r"rope_parameters\..*rope_theta: expected a value",
+        ),
+        ("gemma4", {"global_head_dim": 15}, "head_dim: expected an even number"),
+        ("gemma4", {"num_global_key_value_heads": 3}, "num_attention_heads: expected a multiple of num_key_value_heads=3, got 4"),
+        ("gemma4-bias", {"per_layer_config": [16]}, "per_layer_config: expected an object whose names are indices of layers"),
+        ("gemma4-bias", {"per_layer_config": {"3": {}}}, "per_layer_config: expected an object whose names are indices of layers"),
+        ("gemma4-bias", {"per_layer_config": {"0": {"sliding_window": 3}}}, r"per_layer_config\.0: expected an object of head_dim and num"),
+        (
+            "gemma4-bias",
+            {"per_layer_config": {"0": {"head_dim": 16}}},
+            r"per_layer_config\.2: expected the sizes of the other layers of full",
+        ),
+        ("gemma4-bias", {"per_layer_config": {"0": {"head_dim": "16"}}}, r"per_layer_config\.0\.head_dim: expected a positive integer"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 4 numbers, 1 for a layer with RoPE"),
         (
             "smollm3-bias-window",

@@ -46,6 +46,9 @@ CASES = {
     "window": (with_last_mixer(window=5), "layers[1].mixer.window = 5"),
     "softcap": (with_last_mixer(softcap=50.0), "layers[1].mixer.softcap = 50.0"),
     "sinks": (with_mixer(MODEL, sinks=True), "layers[0].mixer.sinks = True"),
+    "v_norm": (with_mixer(MODEL, v_norm_epsilon=0.1), "layers[0].mixer.v_norm_epsilon = 0.1"),
+    "values_are_keys": (with_mixer(MODEL, values_are_keys=True), "layers[0].mixer.values_are_keys = True"),
+    "output_scale": (in_last_layer(output_scale=True), "layers[1].output_scale = True"),
     "scale": (with_last_mixer(scale=0.5), "layers[1].mixer.scale = 0.5"),
     "query_scaling": (with_last_mixer(query_scaling=QueryScaling(beta=0.1, period=8)), "layers[1].mixer.query_scaling = QueryScaling("),
     "no_rope": (with_mixer(MODEL, rope=None), "layers[0].mixer.rope = None"),
@@ -106,6 +109,8 @@ def test_llama_needs_none() -> None:
         ("cohere2", {"layer_norm", "parallel", "interleaved_rope", "no_rope", "window", "logits_divisor"}),
         ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
                    | {"embedding_multiplier", "final_softcap"}),
+        ("gemma4", {"window", "scale", "several_ropes", "several_shapes", "v_norm", "values_are_keys", "norm_rounding", "norm_places"}
+                   | {"output_scale", "activation", "embedding_multiplier", "final_softcap"}),
     ],
 )  # fmt: skip
 def test_what_families_need(name: str, expected: set[str]) -> None:

@@ -69,6 +69,7 @@ def layer_in_words(layer: LayerConfig) -> str:
         parts.append(mlp_in_words(mlp))
     parts.append(f"norms {' '.join(norms)}")
     parts += ["parallel"] if layer.parallel else []
+    parts += ["scale of the output"] if layer.output_scale else []
     parts += [f"residual * {layer.residual_multiplier:g}"] if layer.residual_multiplier != 1 else []
     return ", ".join(parts)
 
@@ -128,6 +129,8 @@ def attention_in_words(mixer: AttentionConfig) -> list[str]:
     parts += [f"scale {mixer.scale:g}"] if mixer.scale else []
     parts += [f"queries 1 + {mixer.query_scaling.beta:g} log by {mixer.query_scaling.period}"] if mixer.query_scaling else []
     parts += [f"norm of q and k ({mixer.qk_norm.over}){' after RoPE' if mixer.qk_norm.after_rope else ''}"] if mixer.qk_norm else []
+    parts += [f"norm of v {mixer.v_norm_epsilon:g}"] if mixer.v_norm_epsilon else []
+    parts += ["v is k"] if mixer.values_are_keys else []
     return parts + [name for name in ("qkv_bias", "o_bias", "output_gate", "sinks") if getattr(mixer, name)]
 
 

@@ -12,6 +12,7 @@ from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import RopeConfig, rope_table
 
+PROPORTIONAL = RopeConfig(kind="proportional", theta=9.0, partial_rotary_factor=0.25)
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 300.0,
@@ -97,13 +98,14 @@ def test_llama3_without_its_context_length_in_the_scaling_takes_that_of_the_mode
 
 
 @pytest.mark.parametrize(
-    "rope", [RopeConfig(kind="default", theta=9.0), RopeConfig(kind="linear", theta=9.0, factor=3.0), read(rope_scaling=LLAMA3)]
+    "rope",
+    [RopeConfig(kind="default", theta=9.0), RopeConfig(kind="linear", theta=9.0, factor=3.0), read(rope_scaling=LLAMA3), PROPORTIONAL],
 )
 def test_to_dict_is_read_back(rope: RopeConfig) -> None:
     assert read(rope_parameters=rope.to_dict()) == rope
 
 
-@pytest.mark.parametrize("kind", ["mrope", "proportional"])
+@pytest.mark.parametrize("kind", ["mrope", "axial"])
 def test_other_scalings_are_refused_by_name(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"rope_scaling: RoPE scaling '{kind}' is not supported. Supported: default, linear, dynamic, "):
         read(rope_scaling={"type": kind, "factor": 2.0})

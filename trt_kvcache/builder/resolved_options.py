@@ -51,6 +51,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "norm_places",
         "norm_rounding",
         "output_gate",
+        "output_scale",
         "parallel",
         "partial_rotary",
         "query_scaling",
@@ -63,6 +64,8 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "softcap",
         "ungated_mlp",
         "window",
+        "v_norm",
+        "values_are_keys",
     }
 )
 

@@ -26,6 +26,8 @@ FEATURES = {
     "scale": "custom attention scale",
     "query_scaling": "position-scaled queries",
     "output_gate": "gated attention",
+    "v_norm": "RMSNorm of v",
+    "values_are_keys": "keys as values",
     "sinks": "attention sinks",
     "no_rope": "layers without RoPE (NoPE)",
     "partial_rotary": "partial RoPE",
@@ -44,6 +46,7 @@ FEATURES = {
     "clamped_swiglu": "clamped SwiGLU",
     "ungated_mlp": "MLP without a gate",
     "residual_multiplier": "scaled residuals",
+    "output_scale": "learned layer scales",
     "embedding_multiplier": "scaled embeddings",
     "final_softcap": "final logit softcapping",
     "logits_divisor": "scaled logits",
@@ -87,6 +90,8 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield from _mlp_places(layer.mlp, f"layers[{index}].mlp")
         if layer.residual_multiplier != 1:
             yield "residual_multiplier", f"layers[{index}].residual_multiplier = {layer.residual_multiplier}"
+        if layer.output_scale:
+            yield "output_scale", f"layers[{index}].output_scale = True"
     for place, norm in _norms(model):
         if norm.weight_offset:
             yield "norm_offset", f"{place}.weight_offset = {norm.weight_offset}"
@@ -138,6 +143,10 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
                 yield name, f"layers[{index}].mixer.{name} = {value}"
         if mixer.output_gate:
             yield "output_gate", f"layers[{index}].mixer.output_gate = True"
+        if mixer.v_norm_epsilon is not None:
+            yield "v_norm", f"layers[{index}].mixer.v_norm_epsilon = {mixer.v_norm_epsilon}"
+        if mixer.values_are_keys:
+            yield "values_are_keys", f"layers[{index}].mixer.values_are_keys = True"
         if mixer.sinks:
             yield "sinks", f"layers[{index}].mixer.sinks = True"
         if mixer.rope is None:
@@ -176,7 +185,7 @@ def _sizes(layer: LayerConfig) -> tuple[int | bool, ...]:
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, AttentionConfig) or mlp is None:
         return ()
-    presence = (mixer.qkv_bias, mixer.o_bias, mixer.qk_norm is not None, mixer.output_gate, mixer.sinks)
+    presence = (mixer.qkv_bias, mixer.o_bias, mixer.qk_norm is not None, mixer.output_gate, mixer.sinks, mixer.values_are_keys)
     return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, *_mlp_sizes(mlp), *presence)
 
 

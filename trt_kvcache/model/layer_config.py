@@ -114,6 +114,10 @@ class AttentionConfig:
     sinks : bool
         True for attention sinks: each query head has a learned logit that joins the softmax of its scores, after scale and softcap, and
         has no value. So the weights of K and V sum to less than 1.
+    v_norm_epsilon : float or None
+        Each head of v is divided by ``sqrt(mean(v^2) + v_norm_epsilon)``: RMSNorm without a weight. None for v as it is.
+    values_are_keys : bool
+        True if there is no projection to v: v is the projection to k, before norm and RoPE of k.
 
     Raises
     ------
@@ -136,6 +140,8 @@ class AttentionConfig:
     query_scaling: QueryScaling | None = None
     output_gate: bool = False
     sinks: bool = False
+    v_norm_epsilon: float | None = None
+    values_are_keys: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -146,7 +152,7 @@ class AttentionConfig:
             raise ConfigError(f"num_attention_heads: expected a multiple of num_key_value_heads={self.num_kv_heads}, got {self.num_heads}.")
         if self.window is not None:
             int_in_range("AttentionConfig.window", self.window, 1, MAX_DIMENSION, error=ConfigError)
-        for name in ("scale", "softcap"):
+        for name in ("scale", "softcap", "v_norm_epsilon"):
             if getattr(self, name) is not None:
                 positive_number(f"AttentionConfig.{name}", getattr(self, name))
         if self.rope is not None:
@@ -200,6 +206,8 @@ class LayerConfig:
         Factor of the outputs of mixer and MLP before they are added to the residual stream.
     parallel : bool
         True if the MLP has the normalised input of the mixer; then there is an ``input_norm`` and no ``mlp_norm``.
+    output_scale : bool
+        True if the hidden state is multiplied by a learned number after the layer.
 
     Raises
     ------
@@ -216,6 +224,7 @@ class LayerConfig:
     mlp_output_norm: NormConfig | None = None
     residual_multiplier: float = 1.0
     parallel: bool = False
+    output_scale: bool = False
 
     def __post_init__(self) -> None:
         positive_number("LayerConfig.residual_multiplier", self.residual_multiplier)

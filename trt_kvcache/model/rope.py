@@ -13,7 +13,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model.config_fields import ConfigFields
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 DEFAULT_THETA = 10000.0
 
@@ -27,6 +27,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate", _ORIGINAL),
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor", _ORIGINAL),
+    "proportional": ("factor",),
 }
 _READ_FIELDS = {name for names in _FIELDS.values() for name in names} | {"mscale", "mscale_all_dim"}
 #: Limit, above the turns of any frequency over a context.
@@ -42,10 +43,12 @@ class RopeConfig:
 
     Parameters
     ----------
-    kind : {"default", "linear", "dynamic", "llama3", "yarn", "longrope"}
+    kind : {"default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"}
         ``"linear"`` divides all positions by ``factor``. ``"dynamic"`` raises ``theta`` for sequences that are longer than
         ``original_max_position_embeddings``. ``"llama3"`` and ``"yarn"`` divide the frequencies of long wavelengths by ``factor``, keep
         frequencies of short wavelengths, and interpolate in between. ``"longrope"`` divides each frequency by a factor of its own.
+        ``"proportional"`` pairs the two halves of a whole head, and divides all frequencies by ``factor``; ``partial_rotary_factor`` is the
+        part of them, fastest first, that is not 0.
     theta : float
         Base of the geometric series of wavelengths.
     partial_rotary_factor : float
@@ -56,7 +59,7 @@ class RopeConfig:
         For ``"llama3"``: it interpolates over the wavelengths from ``original_max_position_embeddings / high_freq_factor`` to
         ``original_max_position_embeddings / low_freq_factor``, in tokens.
     original_max_position_embeddings : int
-        Context length during pretraining, in tokens, for the last four kinds.
+        Context length during pretraining, in tokens, for ``"dynamic"``, ``"llama3"``, ``"yarn"`` and ``"longrope"``.
     attention_factor : float
         For ``"yarn"`` and ``"longrope"``: factor of cosine and sine.
     beta_fast, beta_slow : float
@@ -123,7 +126,7 @@ class RopeConfig:
         head_dim : int
             Elements of a head.
         """
-        return int(head_dim * self.partial_rotary_factor)
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def check_head_dim(self, head_dim: int) -> None:
         """Check that heads of a size can be rotated.
@@ -198,7 +201,7 @@ class RopeConfig:
             raise ConfigError(f"{spelling}: expected only {', '.join(sorted(known))}, got {', '.join(unknown):.200} as well.")
         fields = ConfigFields(rope, f"{spelling}.")
         part = fields if "partial_rotary_factor" in fields else top
-        for place in () if may_be_partial else (fields, top):
+        for place in () if may_be_partial or kind == "proportional" else (fields, top):
             if "partial_rotary_factor" in place and place.get("partial_rotary_factor") != 1:
                 raise place.refusal("partial_rotary_factor", "1 (RoPE over the whole head)")
         found: dict[str, Any] = {
@@ -217,8 +220,8 @@ class RopeConfig:
             if kind == "dynamic" and found[_ORIGINAL] != max_position_embeddings:
                 raise fields.refusal(_ORIGINAL, f"max_position_embeddings={max_position_embeddings} with RoPE {kind}")
         if "factor" in wanted:
-            ratio = max_position_embeddings / found[_ORIGINAL] if kind == "longrope" else None
-            found["factor"] = fields.number("factor", ratio)
+            implied = {"proportional": 1.0, "longrope": max_position_embeddings / found.get(_ORIGINAL, 1)}
+            found["factor"] = fields.number("factor", implied.get(kind))
         if kind == "llama3":
             found |= {name: fields.number(name) for name in ("low_freq_factor", "high_freq_factor")}
         if kind == "yarn":

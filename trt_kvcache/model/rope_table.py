@@ -79,7 +79,9 @@ def _frequencies(rope: RopeConfig, dim: int, length: int) -> npt.NDArray[np.floa
         divided: npt.NDArray[np.float64] = frequencies / np.array(rope.long_factor if length > original else rope.short_factor)
         return divided
     scaled = frequencies / rope.factor
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        scaled[int(rope.partial_rotary_factor * dim // 2) :] = 0
+    if rope.kind in ("linear", "proportional"):
         return scaled
     kept = _kept_by_yarn(rope, dim) if rope.kind == "yarn" else _kept_by_llama3(rope, frequencies)
     mixed: npt.NDArray[np.float64] = kept * frequencies + (1.0 - kept) * scaled

@@ -206,7 +206,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes |= _mlp_shapes(layer.mlp, hidden)
     for name in ("mixer_output_norm", "mlp_norm", "mlp_output_norm"):
         shapes |= _norm_shapes(name, getattr(layer, name), hidden)
-    return shapes
+    return {**shapes, "output_scale": (1,)} if layer.output_scale else shapes
 
 
 def _mlp_shapes(mlp: MlpConfig, hidden: int, role: str = "{}") -> dict[str, tuple[int, ...]]:
@@ -247,7 +247,7 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
     shapes = _projection("q", q_width, hidden, bias=mixer.qkv_bias)
     if mixer.output_gate:
         shapes |= _projection("output_gate", q_width, hidden, bias=mixer.qkv_bias)
-    for name in ("k", "v"):
+    for name in ("k",) if mixer.values_are_keys else ("k", "v"):
         shapes |= _projection(name, kv_width, hidden, bias=mixer.qkv_bias)
     shapes |= _projection("o", hidden, q_width, bias=mixer.o_bias)
     if mixer.sinks:

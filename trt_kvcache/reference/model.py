@@ -82,12 +82,13 @@ def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: Laye
         changed = routed_mlp(config.mlp, weights, normed) if isinstance(config.mlp, RoutedMlpConfig) else mlp(config.mlp, weights, normed)
         changed = optional_norm(changed, weights.mlp_output_norm, config.mlp_output_norm)
         hidden = hidden + scaled(changed, config.residual_multiplier)
-    return hidden
+    return hidden * weights["output_scale"] if config.output_scale else hidden
 
 
 def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
     """Apply the self-attention of one layer to its normalised input ``[A, s, hidden]``, with the output projection."""
-    q, k, v = project(layer.q, hidden), project(layer.k, hidden), project(layer.v, hidden)
+    q, k = project(layer.q, hidden), project(layer.k, hidden)
+    v = k if config.values_are_keys else project(layer.v, hidden)
     over = None if config.qk_norm is None else config.qk_norm.over
     if over == "full":
         q, k = qk_norm(config, layer, q, k)
@@ -96,6 +97,8 @@ def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attentio
         q, k = cast(RotatedBeforeNorms, attention).rotated(q, k)
     if over == "head":
         q, k = qk_norm(config, layer, q, k)
+    if config.v_norm_epsilon is not None:
+        v = normalised(v, config.v_norm_epsilon)
     attended = attention(q, k, v)
     attended = attended.reshape(*attended.shape[:2], -1)
     if config.output_gate:
@@ -167,7 +170,12 @@ def layer_norm(x: Float32, weights: NormWeights, norm: NormConfig) -> Float32:
 
 def rms_norm(x: Float32, weight: Float32, norm: NormConfig) -> Float32:
     """Divide by the root mean square of the last axis and multiply with the weight."""
-    mean_square = np.mean(x * x, axis=-1, keepdims=True)
     factor = weight + np.float32(norm.weight_offset) if norm.weight_offset else weight
-    normed: Float32 = x / np.sqrt(mean_square + np.float32(norm.epsilon)) * factor
+    normed: Float32 = normalised(x, norm.epsilon) * factor
     return normed
+
+
+def normalised(x: Float32, epsilon: float) -> Float32:
+    """Divide by the root mean square of the last axis."""
+    quotient: Float32 = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(epsilon))
+    return quotient

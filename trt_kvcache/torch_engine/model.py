@@ -19,7 +19,11 @@ def decoder_step(weights: TorchWeights, operations: Operations, input_ids: torch
     next_norms = [*((block.norm, block.shares_input) for block in weights.blocks[1:]), (weights.final_norm, False)]
     for block, (next_norm, is_shared) in zip(weights.blocks, next_norms, strict=True):
         change = block.part(normed, operations)
-        hidden, next_normed = operations.elementwise.add_norm(hidden, change, next_norm, block.output_norm, block.factor)
+        summed_norm = next_norm if block.scale is None else None
+        hidden, next_normed = operations.elementwise.add_norm(hidden, change, summed_norm, block.output_norm, block.factor)
+        if block.scale is not None:
+            hidden = hidden * block.scale
+            next_normed = normalised(hidden, next_norm)
         normed = normed if is_shared else next_normed
     return normed
 

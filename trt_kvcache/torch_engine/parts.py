@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.model import AttentionConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
@@ -22,9 +23,9 @@ from trt_kvcache.torch_engine.stored_weights import StoredWeights
 
 @dataclass(frozen=True, kw_only=True)
 class SelfAttention:
-    """Attention. ``inputs``: the heads of q, k and v, then of the output gate, if there is one. ``sinks``: float32 ``[Hq]``.
+    """Attention. ``inputs``: the heads of q, k and v (if it is not k), then of the output gate, if there is one.
 
-    Absent norms and sinks are None.
+    ``sinks``: float32 ``[Hq]``. Absent norms and sinks are None.
     """
 
     index: int
@@ -42,7 +43,8 @@ class SelfAttention:
             None if config.qk_norm is None or norm is None else TorchNorm.of(config.qk_norm.norm, norm)
             for norm in (stored.q_norm, stored.k_norm)
         )
-        inputs = fused(stored, "q", "k", "v", *(("output_gate",) if config.output_gate else ()))
+        values = () if config.values_are_keys else ("v",)
+        inputs = fused(stored, "q", "k", *values, *(("output_gate",) if config.output_gate else ()))
         sinks = stored["sinks"].float() if config.sinks else None
         return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, sinks=sinks, o=fused(stored, "o"))
 
@@ -55,11 +57,17 @@ class SelfAttention:
             gate_width = config.num_heads * config.head_dim
             qkv, gate = qkv[..., :-gate_width], qkv[..., -gate_width:]
         heads = qkv.unflatten(2, (-1, config.head_dim))
+        if config.values_are_keys:
+            heads = torch.cat((heads, heads[:, :, config.num_heads :]), dim=2)
         if config.rotates_before_norm:
             heads = operations.rotation(self.index, heads)
         if self.q_norm is not None and self.k_norm is not None:
             counts = HeadCounts(config.num_heads, config.num_kv_heads)
             heads = operations.elementwise.norm_qk(heads, counts, self.q_norm, self.k_norm)
+        if config.v_norm_epsilon is not None:
+            qk, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=2)
+            normed_v = F.rms_norm(v.float(), (config.head_dim,), None, config.v_norm_epsilon)
+            heads = torch.cat((qk, normed_v.to(v.dtype)), dim=2)
         attended = operations.attention(self.index, heads, self.sinks).flatten(2)
         return project(self.o, attended if gate is None else attended * gate.sigmoid())
 

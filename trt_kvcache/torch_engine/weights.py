@@ -23,9 +23,9 @@ from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, Stor
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A mixer or an MLP in the residual stream: ``x + factor * output_norm(part(norm(x)))``.
+    """A mixer or an MLP in the residual stream: ``scale * (x + factor * output_norm(part(norm(x))))``.
 
-    ``shares_input``: the part has the input of the block before, and the block has no ``norm``.
+    ``scale``: ``[1]``, or None for 1. ``shares_input``: the part has the input of the block before, and the block has no ``norm``.
     """
 
     norm: TorchNorm | None
@@ -33,6 +33,7 @@ class Block:
     output_norm: TorchNorm | None
     factor: float
     shares_input: bool = False
+    scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +83,23 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
     """Yield the blocks of each layer: its mixer and its MLP, if it has them."""
     for index, (layer, place) in enumerate(zip(config.layers, indices_in_kind(config), strict=True)):
         stored = stored_weights(config, index, load, load_packed)
+        scale = stored["output_scale"] if layer.output_scale else None
         if layer.mixer is not None and place is not None:
             part = _mixer(place, layer.mixer, stored)
             norms = (_norm(layer.input_norm, stored.input_norm), _norm(layer.mixer_output_norm, stored.mixer_output_norm))
-            yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier)
+            own_scale = scale if layer.mlp is None else None
+            yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier, scale=own_scale)
         if layer.mlp is not None:
             norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
             mlp = RoutedMlp.of(layer.mlp, stored) if isinstance(layer.mlp, RoutedMlpConfig) else Mlp.of(layer.mlp, stored)
-            yield Block(norm=norms[0], part=mlp, output_norm=norms[1], factor=layer.residual_multiplier, shares_input=layer.parallel)
+            yield Block(
+                norm=norms[0],
+                part=mlp,
+                output_norm=norms[1],
+                factor=layer.residual_multiplier,
+                shares_input=layer.parallel,
+                scale=scale,
+            )
 
 
 def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:

@@ -35,6 +35,9 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
         changed = optional_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
         changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.residual_multiplier)
         x = graph.elementwise(f"{module}/add_mlp", x, "SUM", changed)
+    if layer.output_scale:
+        scale = graph.constant(f"{module}.output_scale", own("output_scale").reshape(1, 1, 1))
+        x = graph.elementwise(f"{module}/scale_output", x, "PROD", scale)
     return x
 
 

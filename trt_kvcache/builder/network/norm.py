@@ -19,10 +19,7 @@ def norm(graph: Graph, x: Any, module: str, weights: NormWeights[np.ndarray[Any,
     wide = graph.cast(f"{module}/to_float32", x, "float32")
     if config.centered:
         wide = graph.elementwise(f"{module}/center", wide, "SUB", _mean(graph, f"{module}/center/mean", wide))
-    mean = _mean(graph, f"{module}/mean", graph.elementwise(f"{module}/square", wide, "PROD", wide))
-    shifted = graph.elementwise(f"{module}/add_epsilon", mean, "SUM", graph.scalar(f"{module}/epsilon", config.epsilon, "float32", rank))
-    root = graph.op(f"{module}/sqrt", "unary", shifted, graph.trt.UnaryOperation.SQRT)
-    normed = graph.elementwise(f"{module}/divide", wide, "DIV", root)
+    normed = divide_by_root_mean_square(graph, wide, module, config.epsilon)
     if config.rounds_before_weight:
         normed = graph.cast(f"{module}/to_{graph.dtype}", normed, graph.dtype)
     if config.weight_offset or not config.rounds_before_weight:
@@ -34,6 +31,15 @@ def norm(graph: Graph, x: Any, module: str, weights: NormWeights[np.ndarray[Any,
         bias = graph.constant(f"{module}.bias", weights.bias.astype(np.float32).reshape(shape))
         normed = graph.elementwise(f"{module}/add_bias", normed, "SUM", bias)
     return graph.cast(f"{module}/round", normed, graph.dtype)
+
+
+def divide_by_root_mean_square(graph: Graph, wide: Any, module: str, epsilon: float) -> Any:
+    """Divide a float32 tensor by the root mean square of its last axis."""
+    mean = _mean(graph, f"{module}/mean", graph.elementwise(f"{module}/square", wide, "PROD", wide))
+    added = graph.scalar(f"{module}/epsilon", epsilon, "float32", len(wide.shape))
+    shifted = graph.elementwise(f"{module}/add_epsilon", mean, "SUM", added)
+    root = graph.op(f"{module}/sqrt", "unary", shifted, graph.trt.UnaryOperation.SQRT)
+    return graph.elementwise(f"{module}/divide", wide, "DIV", root)
 
 
 def _mean(graph: Graph, name: str, x: Any) -> Any:

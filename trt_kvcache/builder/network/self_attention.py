@@ -7,7 +7,7 @@ from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.kv_update import update_cache
 from trt_kvcache.builder.network.linear import linear
-from trt_kvcache.builder.network.norm import optional_norm
+from trt_kvcache.builder.network.norm import divide_by_root_mean_square, optional_norm
 from trt_kvcache.builder.network.query_scaling import scale_queries
 from trt_kvcache.builder.network.rope import RopeTables, apply_rope
 from trt_kvcache.builder.network.softcapped_attention import softcapped_attention
@@ -27,7 +27,9 @@ def self_attention(
     mixer = context.model.layers[layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
     rotation = _rotation_before_norms(graph, x, context, mixer)
-    q, k, v = (_project(graph, x, weights, side, count, context, mixer, rotation) for side, count in heads.items())
+    stored = {side: linear(graph, x, weights, side, bias=mixer.qkv_bias) for side in (("q", "k") if mixer.values_are_keys else heads)}
+    rows = {**stored, "v": stored["k" if mixer.values_are_keys else "v"]}
+    q, k, v = (_split(graph, rows[side], weights, side, count, context, mixer, rotation) for side, count in heads.items())
     kept = {hidden_state_name(layer): residual}
     if mixer.output_gate:
         kept[output_gate_name(layer)] = linear(graph, x, weights, "output_gate", bias=mixer.qkv_bias)
@@ -59,9 +61,9 @@ def _rotation_before_norms(graph: Graph, x: Any, context: DecoderContext, mixer:
     return context.tables[kind], context.lengths.position_ids
 
 
-def _project(
+def _split(
     graph: Graph,
-    x: Any,
+    y: Any,
     weights: LayerWeights,
     side: str,
     heads: int,
@@ -69,21 +71,24 @@ def _project(
     mixer: AttentionConfig,
     rotation: tuple[RopeTables, Any] | None,
 ) -> Any:
-    """Project ``[B, s, hidden]`` to q, k or v, split into heads, and apply the norm of q and k where the model has one.
+    """Split the rows ``[B, s, heads * D]`` of q, k or v into heads, and apply the norms that the model has.
 
     The result is ``[B, heads, s, D]`` for TensorRT's attention, and ``[B, s, heads, D]`` for ours. ``rotation``: RoPE before the norm.
     """
     qk_norm, rotation = (None, None) if side == "v" else (mixer.qk_norm, rotation)
-    y = linear(graph, x, weights, side, bias=mixer.qkv_bias)
     if qk_norm is not None and qk_norm.over == "full":
         y = optional_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
-    module, swapped = weights.module(side), (0, 2, 1, 3)
+    module = f"{weights.module('k')}/values" if side == "v" and mixer.values_are_keys else weights.module(side)
+    swapped = (0, 2, 1, 3)
     transpose = None if context.lowering and rotation is None else swapped
     y = graph.shuffle(f"{module}/split_heads", y, reshape=(0, 0, heads, mixer.head_dim), second_transpose=transpose)
     if rotation is not None:
         y = graph.cast(f"{module}/rotate/round", apply_rope(graph, module, y, *rotation), graph.dtype)
     if qk_norm is not None and qk_norm.over == "head":
         y = optional_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
+    if side == "v" and mixer.v_norm_epsilon is not None:
+        wide = graph.cast(f"{module}/norm/to_float32", y, "float32")
+        y = graph.cast(f"{module}/norm/round", divide_by_root_mean_square(graph, wide, f"{module}/norm", mixer.v_norm_epsilon), graph.dtype)
     if rotation is not None and context.lowering is not None:
         y = graph.shuffle(f"{module}/rotate/tokens_first", y, first_transpose=swapped)
     return y

@@ -1,0 +1,143 @@
+"""Gemma 4, text decoder: larger heads in full attention, where K may be V too, an RMSNorm of v, and a learned scale of each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trt_kvcache._util.short_repr import short_repr
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.families.family import Family
+from trt_kvcache.model.families.fields import FULL, SLIDING, layer_types, mlp, model, norm, num_layers, softcap
+from trt_kvcache.model.families.gemma2 import GEMMA_NAMES, window
+from trt_kvcache.model.families.refusals import EXPERTS, unsupported
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, QkNormConfig
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.rope import RopeConfig
+
+_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+#: Fields of other families for RoPE, which this one has in ``rope_parameters``.
+_OTHER_ROPE_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+
+
+def read(fields: ConfigFields) -> ModelConfig:
+    """Return the model of a ``config.json``."""
+    _refuse_parts(fields)
+    kinds = _layer_types(fields)
+    found, sizes, bias = norm(fields, rounds_before_weight=False), _sizes(fields, kinds), fields.flag("attention_bias", False)
+    mixers = {
+        kind: AttentionConfig(
+            num_heads=fields.integer("num_attention_heads"),
+            num_kv_heads=sizes[kind]["num_kv_heads"],
+            head_dim=sizes[kind]["head_dim"],
+            rope=_rope(fields, kind),
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm=QkNormConfig(norm=found),
+            v_norm_epsilon=found.epsilon,
+            values_are_keys=kind == FULL and fields.flag("attention_k_eq_v", False),
+            scale=1.0,
+            window=window(fields, kind),
+        )
+        for kind in dict.fromkeys(kinds)
+    }
+    norms: dict[str, Any] = dict.fromkeys(("input_norm", "mixer_output_norm", "mlp_norm", "mlp_output_norm"), found)
+    dense = mlp(fields, activation_field="hidden_activation")
+    return model(
+        fields,
+        "gemma4_text",
+        [LayerConfig(mixer=mixers[kind], mlp=dense, output_scale=True, **norms) for kind in kinds],
+        final_norm=found,
+        embedding_multiplier=math.sqrt(fields.integer("hidden_size")),
+        rounds_embedding_multiplier=True,
+        final_softcap=softcap(fields, "final_logit_softcapping"),
+    )
+
+
+def _refuse_parts(fields: ConfigFields) -> None:
+    """Refuse the parts of the family that no engine computes."""
+    if fields.flag("enable_moe_block", False):
+        raise unsupported(fields, {"enable_moe_block": EXPERTS})
+    if fields.get("use_bidirectional_attention") not in (None, "vision"):
+        raise fields.refusal("use_bidirectional_attention", "null or vision, which is causal attention in a text")
+    for name, part in (
+        ("num_kv_shared_layers", "has layers that share K and V"),
+        ("hidden_size_per_layer_input", "has per-layer embeddings"),
+    ):
+        if fields.count(name, 0) < 0:
+            raise fields.refusal(name, "an integer >= 0")
+        if fields.count(name, 0):
+            raise unsupported(fields, {name: part})
+
+
+def _layer_types(fields: ConfigFields) -> tuple[str, ...]:
+    """Return the type of each layer. The last one has full attention: transformers changes files that say otherwise."""
+    count = num_layers(fields)
+    kinds = layer_types(fields, [FULL if (layer + 1) % 6 == 0 or layer + 1 == count else SLIDING for layer in range(count)])
+    if kinds[-1] != FULL:
+        raise ConfigError(f"layer_types: expected {FULL} for the last layer, got {kinds[-1]}.")
+    return kinds
+
+
+def _sizes(fields: ConfigFields, kinds: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    """Return ``head_dim`` and ``num_kv_heads`` of each type of layers."""
+    names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+    common = {ours: fields.integer(name) for name, ours in names.items()}
+    if "per_layer_config" not in fields:
+        full = {**common, "head_dim": fields.integer("global_head_dim")}
+        if fields.flag("attention_k_eq_v", False) and "num_global_key_value_heads" in fields:
+            full["num_kv_heads"] = fields.integer("num_global_key_value_heads")
+        return {SLIDING: common, FULL: full}
+    given = fields.get("per_layer_config")
+    if not isinstance(given, Mapping) or not set(given) <= {str(layer) for layer in range(len(kinds))}:
+        raise fields.refusal("per_layer_config", "an object whose names are indices of layers")
+    found: dict[str, dict[str, int]] = {}
+    for layer, kind in enumerate(kinds):
+        place, own = f"per_layer_config.{layer}", given.get(str(layer), {})
+        if not isinstance(own, Mapping) or not set(own) <= set(names):
+            raise ConfigError(f"{place}: expected an object of {' and '.join(names)}, got {short_repr(own)}.")
+        numbers = ConfigFields(own, f"{place}.")
+        sizes = {ours: numbers.integer(name, common[ours]) for name, ours in names.items()}
+        if found.setdefault(kind, sizes) != sizes:
+            raise ConfigError(f"{place}: expected the sizes of the other layers of {kind}, {found[kind]}, got {sizes}.")
+    return found
+
+
+def _rope(fields: ConfigFields, kind: str) -> RopeConfig:
+    """Return the RoPE of a type of layers."""
+    for name in _OTHER_ROPE_FIELDS:
+        if name in fields:
+            raise fields.refusal(name, "nothing, since rope_parameters has it for each type of layers")
+    given = fields.get("rope_parameters") or _ROPES
+    if not isinstance(given, Mapping) or not set(given) <= set(_ROPES) or not isinstance(given.get(kind), Mapping):
+        raise fields.refusal("rope_parameters", f"one object for {FULL} and one for {SLIDING}")
+    ConfigFields(given[kind], f"rope_parameters.{kind}.").number("rope_theta")
+    return RopeConfig.from_dict({"rope_parameters": given[kind]}, max_position_embeddings=fields.integer("max_position_embeddings"))
+
+
+FAMILY = Family(
+    name="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    title="Gemma 4",
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    read=read,
+    names={**GEMMA_NAMES, "output_scale": "layer_scalar"},
+    uses=frozenset({"final_logit_softcapping", "use_bidirectional_attention"}),
+)
