@@ -195,6 +195,8 @@ def _state_prefill(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Both rows of the limits: with RoPE and append over a copy and in microseconds, without them beside others."""
     limits, rope, flash = content["limits"], "rope_append_attention", "FLASH_ATTENTION"
+    dims = {row["head_dim"] for part in ("decode", "chunks", "prefill") for row in _rows(content, part)}
+    title = f"attention, heads of {min(dims)}" if len(dims) == 1 else "attention"
     least, large, best, small = [], [], [], []
     times = {}
     for row in _rows(content, "decode"):
@@ -232,7 +234,7 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     ):
         if found:
             digits = 3 if "time / time" in what else 2
-            yield f"attention, {what}", f"{min(found):.{digits}f} to {max(found):.{digits}f}{unit} ({len(found)} shapes)", limit
+            yield f"{title}, {what}", f"{min(found):.{digits}f} to {max(found):.{digits}f}{unit} ({len(found)} shapes)", limit
 
 
 def _peer_times(row: dict[str, Any], name: str = "") -> list[float]:
@@ -582,11 +584,15 @@ _FILES = {
     "attention": _attention,
     "attention_chunks": _attention,
     "attention_prefill": _attention,
+    "attention_512_decode": _attention,
+    "attention_512_chunks": _attention,
     "attention_quantized_decode": _attention_quantized_decode,
     "attention_quantized_prefill": _attention_quantized_prefill,
     "linear": _linear,
     "packed_linear": _packed_linear,
+    "packed_linear_k": _packed_linear,
     "experts": _experts,
+    "experts_packed": _experts,
     "end_to_end_llama": _packed_end_to_end,
     "end_to_end_q4_0": _packed_end_to_end,
     "end_to_end_int8": _packed_end_to_end,
