@@ -520,7 +520,8 @@ def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
     kinds, in_torch = sorted(set(gguf.dequantized.values())), ", ".join(SUPER_BLOCK_NBYTES)
     return (
         f"{gguf.path}: {len(gguf.dequantized)} tensor(s) in {' and '.join(kinds)} are dequantized when they are read, to "
-        f"{config.dtype} or the dtype that is asked for: engines keep Q8_0, Q4_0 and MXFP4 packed, PyTorch on a GPU also {in_torch}."
+        f"{config.dtype} or the dtype that is asked for, unless PyTorch on a GPU keeps them packed ({in_torch}). "
+        "Engines keep Q8_0, Q4_0 and MXFP4 packed."
     )
 
 
