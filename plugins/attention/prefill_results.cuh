@@ -42,7 +42,7 @@ struct PrefillResults {
         return reciprocal_approx(whole) * params.value_scale;
     }
 
-    // Which of the warps that divide the columns this one is.
+    // Index of this warp among those that divide the columns.
     static __device__ __forceinline__ int column_warp() {
         return kColumnWarps > 1 ? static_cast<int>(threadIdx.x) / 32 / (kRowWarps * kKeyWarps) : 0;
     }

@@ -52,7 +52,7 @@ struct PrefillRing {
     // Keys, then values, of the tile of this step.
     __device__ __forceinline__ unsigned char* tile(int) const { return ring + place * 2 * Tiles::kTileBytes; }
     __device__ __forceinline__ const float* scales(int) const { return nullptr; }
-    // What follows the ring.
+    // Memory after the ring.
     __device__ __forceinline__ unsigned char* column_sums() const { return ring + kBytes; }
 
     // Called after the barrier of the step of `tile`: begins to fill the place of the previous tile. tile() then returns

@@ -56,7 +56,7 @@ struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> 
     __device__ __forceinline__ float* scales(int tile) const {
         return reinterpret_cast<float*>(ring + kBytes) + place_of_tile(tile) * kTileKeys;
     }
-    // What follows the scales.
+    // Memory after the scales.
     __device__ __forceinline__ unsigned char* column_sums() const { return ring + kBytes + kScaleBytes; }
 
     // Called after the barrier of the step of `tile`, with kKeysAhead also after its scores: converts the operands of the

@@ -19,7 +19,11 @@ struct GroupedMatrix : PackedMatrix {
         long long inputs, long long tiles, long long tile_outputs, long long prefetched_steps, long long groups, \
         long long group_shift
 #define PACKED_MATRIX \
-    {{values, scales, zero_points, fragments_of(inputs), static_cast<int>(groups), static_cast<int>(group_shift)}}
+    { \
+        { \
+            values, scales, zero_points, fragments_of(inputs), static_cast<int>(groups), static_cast<int>(group_shift) \
+        } \
+    }
 #define PACKED_PARAMS \
     {{x, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), \
       static_cast<int>(tiles), static_cast<int>(tile_outputs), static_cast<int>(prefetched_steps)}, \

@@ -55,7 +55,7 @@ __device__ __forceinline__ float signed_byte(unsigned word, int index) {
 struct SuperBlockFragment {
     uint4 low;
     unsigned high[kHighBits ? kHighBits : 1];
-    uint2 scales;         // a word for each half: two bytes of row g, then of row g + 8; scale and minimum, or two scales
+    uint2 scales;  // a word for each half: two bytes of row g, then of row g + 8; scale and minimum, or two scales
     unsigned factors[2];  // float16: of scales and of minimums, for each row; or one word, of scales of both rows
 
     // The weights of row g + 8i of a half.
@@ -68,15 +68,18 @@ struct SuperBlockFragment {
             minus_minimum = -__fmul_rn(of_row.y, unsigned_byte(bytes, 2 * i + 1));
         } else {
             const float2 of_rows = unpack(Float16{}, factors[0]);
-            scale = __fmul_rn(i ? of_rows.y : of_rows.x, signed_byte(bytes, 2 * i + static_cast<int>(threadIdx.x) % 4 / 2));
+            scale =
+                __fmul_rn(i ? of_rows.y : of_rows.x, signed_byte(bytes, 2 * i + static_cast<int>(threadIdx.x) % 4 / 2));
             minus_minimum = -0.0f;
         }
         const int index = 2 * i + half;
         const unsigned word = index < 2 ? (index == 0 ? low.x : low.y) : (index == 2 ? low.z : low.w);
         const auto weights = [&](int k) {
             const unsigned values = (word >> (4 * k) & 0x000F000F) | high_bits(4 * index + k) | kValueBase<Element>;
-            const float2 exact = unpack(Element{}, multiply_add(Element{}, values, kUnit<Element>, kMinusBase<Element>));
-            return pack(Element{}, {__fmaf_rn(exact.x, scale, minus_minimum), __fmaf_rn(exact.y, scale, minus_minimum)});
+            const float2 exact =
+                unpack(Element{}, multiply_add(Element{}, values, kUnit<Element>, kMinusBase<Element>));
+            return pack(Element{},
+                        {__fmaf_rn(exact.x, scale, minus_minimum), __fmaf_rn(exact.y, scale, minus_minimum)});
         };
         return {weights(0), weights(1), weights(2), weights(3)};
     }

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) super_blocks_linear_gelu_
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-super_blocks_dequantize(const unsigned char* values, const unsigned char* scales, const unsigned char* factors,
-                        unsigned short* out, long long outputs, long long inputs, long long first_tile) {
+    super_blocks_dequantize(const unsigned char* values, const unsigned char* scales, const unsigned char* factors,
+                            unsigned short* out, long long outputs, long long inputs, long long first_tile) {
     dequantize<SuperBlockMatrix>(SUPER_BLOCK_MATRIX, out, outputs, inputs, first_tile);
 }

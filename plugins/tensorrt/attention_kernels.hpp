@@ -41,8 +41,8 @@ struct AttentionKernels {
     bool is_ptx;        // not machine code: for GPUs from this architecture on, compiled by their driver
     char const* dtype;  // float16 or bfloat16
     int32_t head_dim;
-    char const* kv_dtype;  // float8_e4m3fn or int8; null: as dtype
-    bool starts_early;     // programmatic dependent launch
+    char const* kv_dtype;     // float8_e4m3fn or int8; null: as dtype
+    bool starts_early;        // programmatic dependent launch
     DecodeTiles decode, few;  // zeros, and null for their images, where prefill kernels take decode steps
     PrefillTiles prefill[kNumPrefillVariants];
     unsigned char const *decode_image, *few_image, *prefill_image;
