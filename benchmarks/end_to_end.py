@@ -32,7 +32,7 @@ import torch
 from end_to_end_models import MODELS, RandomModel, small, tiny
 from end_to_end_sides import compiled, eager, greedy_tokens, logits_and_error, ours
 from environment import describe_environment, write_result
-from packed_weights import ALL_SCHEMES
+from weight_schemes import ALL_SCHEMES
 
 from trt_kvcache import CudaMemory, HostMemory
 from trt_kvcache.benchmarking import MemoryLimit

@@ -16,11 +16,11 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from packed_weights import Q4_K_M, SUPER_BLOCKS, scheme_of
+from weight_schemes import Q4_K_M, SUPER_BLOCKS, scheme_of
 
 from trt_kvcache.model import AttentionConfig, MlpConfig, ModelConfig
 
-#: The block type of llama.cpp that is nearest to each scheme of ``packed_weights.py``.
+#: The block type of llama.cpp that is nearest to each scheme of ``weight_schemes.py``.
 BLOCK_TYPES = {None: "BF16", "int8": "Q8_0", "q8_0": "Q8_0", "int4": "Q4_0", "q4_0": "Q4_0"}
 BLOCK_TYPES |= {scheme: scheme.upper() for scheme in (*SUPER_BLOCKS, Q4_K_M)}
 

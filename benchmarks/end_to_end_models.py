@@ -9,10 +9,11 @@ from typing import Any
 
 import tokenizers
 import torch
-from packed_weights import quantized, scheme_of
+from packed_weights import quantized
 from random_model import LLAMA_3_8B as LLAMA_3_8B_SHAPE, QWEN2_0_5B, QWEN3_4B
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
+from weight_schemes import scheme_of
 
 from trt_kvcache import InferenceSession, KVCacheManager, Tokenizer
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
@@ -56,7 +57,7 @@ class RandomModel:
     """A model of transformers, and sessions of this package over the same weights.
 
     ``config`` is a ``config.json``. Matrices are normal with a standard deviation that keeps activations of order 1, norms are near 1.
-    With a ``scheme`` of ``packed_weights.py`` linear layers, and an untied head, are packed in ``memory``; transformers has their values.
+    With a ``scheme`` of ``weight_schemes.py`` linear layers, and an untied head, are packed in ``memory``; transformers has their values.
     """
 
     def __init__(

@@ -22,7 +22,8 @@ import torch
 from attention import Gpu, _copy_bandwidth
 from environment import describe_environment, to_table, write_result
 from linear import DTYPE, MODELS, Model, Tensors, captured, largest_error, seconds
-from packed_weights import SCHEMES, SUPER_BLOCKS, quantized
+from packed_weights import quantized
+from weight_schemes import SCHEMES, SUPER_BLOCKS
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))

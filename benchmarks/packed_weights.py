@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from weight_schemes import SCHEMES, SUPER_BLOCKS
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -20,46 +20,7 @@ from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
 
-
-class Scheme(NamedTuple):
-    """A format of packed weights."""
-
-    kind: str
-    group: int | None  # inputs of a scale; None: all
-    scales: str
-    has_zero_points: bool = False
-
-
-#: As ``--quantize`` makes them of a bfloat16 model, as llama.cpp stores blocks, and as GPTQ and AWQ store groups.
-SCHEMES = {
-    "int4": Scheme("int4", 32, "bfloat16"),
-    "int4:128": Scheme("int4", 128, "bfloat16"),
-    "int8": Scheme("int8", None, "bfloat16"),
-    "q4_0": Scheme("int4", 32, "float16"),
-    "q8_0": Scheme("int8", 32, "float16"),
-    "gptq": Scheme("int4", 128, "float16", True),
-}
-
-#: The types of GGUF in super-blocks, and a file of two of them.
-SUPER_BLOCKS, Q4_K_M = tuple(HIGH_BITS), "q4_k_m"
-ALL_SCHEMES = (*SCHEMES, *SUPER_BLOCKS, Q4_K_M)
-
-#: Matrices of layers of which Q4_K_M has some in Q6_K, by their names in transformers and in GGUF.
-_MORE_BITS = ("v_proj", "down_proj", "attn_v", "ffn_down")
-
 _RANGES = {"int4": (-8, 7), "int8": (-127, 127)}
-
-
-def scheme_of(scheme: str, name: str, num_layers: int) -> str:
-    """Return the scheme of a matrix. Q4_K_M has the head in Q6_K, and v and down in the first and last layers and each third between."""
-    if scheme != Q4_K_M:
-        return scheme
-    layer, eighth = re.search(r"\.(\d+)\.", name), num_layers // 8
-    if layer is None:
-        return "q6_k" if name in ("lm_head.weight", "output.weight") else "q4_k"
-    index = int(layer[1])
-    has_more = index < eighth or index >= 7 * num_layers // 8 or (index - eighth) % 3 == 2
-    return "q6_k" if has_more and any(part in name for part in _MORE_BITS) else "q4_k"
 
 
 def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedMatrix:

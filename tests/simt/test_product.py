@@ -487,7 +487,7 @@ MISTAKES = {
     "products that are not waited for": (PREFILLING, "                scores.wait();\n", "", "none", PREFILL, "assert"),
     "the keys of the other warpgroup": (
         PREFILLING,
-        "static_cast<int>(threadIdx.x) / 32 / kRowWarps * kWarpKeys : 0",
+        "(kColumnWarps > 1 ? warp % kKeyWarps : warp) * kWarpKeys : 0",
         "0 : 0",
         "none",
         PREFILL_OVER_QUANTIZED,
