@@ -329,6 +329,15 @@ class TestRoundedOnTheDevice:
         for scheme in ("int8", "int4"):
             self.check(values.astype(np.float16), scheme, "float16", "float16")
 
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+    def test_errors_that_differ_in_their_last_bits(self, device):
+        """The order of the sums decides between two divisors of this group."""
+        bits = "35a4412440a4cb0e1fa8d5223622d2a09d24741e4528fc9b081c6624c81e832a" + (
+            "8ba594a7aca19e21a125b026c6211ca12f212f269717901872a12b1f13a2f6a5"
+        )
+        group = np.frombuffer(bytes.fromhex(bits), np.float16)
+        self.check(np.tile(group, (16, 2)), "int4", "float16", "float16", torch.device(device))
+
     @pytest.mark.parametrize("extreme", [6e-8, 6e4, np.inf, np.nan])
     def test_a_group_near_an_end_of_the_dtype_is_left_to_the_host(self, extreme):
         values = np.random.default_rng(0).normal(size=(48, 256)).astype(np.float16)
