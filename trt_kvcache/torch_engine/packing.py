@@ -172,11 +172,11 @@ def _of_groups(
 
 
 def _scales_dtypes(weight: QuantizedWeight, dtype: str) -> Sequence[str]:
-    """Return the dtypes of scales to try: that of a file, if the kernels know it, at once."""
+    """Return the dtypes of scales to try: the one of 16 bits in the file alone, if the kernels know it, as it holds all of them."""
     scales, dtypes = weight.scales, SCALE_DTYPES[dtype]
     if scales.factor != 1 or scales.divisor != 1:
         return dtypes
-    return [name for name in dtypes if numpy_dtype(name) == scales.stored.dtype] or dtypes
+    return [name for name in dtypes[:-1] if numpy_dtype(name) == scales.stored.dtype] or dtypes
 
 
 def _stored_scales(scales: Float32, kind: str, dtypes: Sequence[str]) -> npt.NDArray[Any] | None:
