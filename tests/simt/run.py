@@ -176,7 +176,13 @@ def build_kernels(
     unit = target.with_name(f"{target.name}.unit.cpp")
     kernels = "".join(f"SIMT_KERNEL({name})\n" for name in KERNEL.findall(source.read_text()))
     unit.write_text(f'#include "{source}"\n{kernels}' + (f'#include "{main}"\n' if main else ""))
-    options = ["-include", str(precompiled_header(sanitizer)), f"-I{include}", "-rdynamic" if main else "-shared", *SANITIZERS[sanitizer][0]]
+    options = [
+        "-include",
+        str(precompiled_header(sanitizer)),
+        f"-I{include}",
+        "-rdynamic" if main else "-shared",
+        *SANITIZERS[sanitizer][0],
+    ]
     options += [f"-D{name}={value}" for name, value in macros.items()]
     subprocess.run([*COMPILER, *options, str(unit), *map(str, emulator), "-o", str(target)], check=True)
     unit.unlink()
