@@ -58,15 +58,15 @@ class SequenceCacheManager(Closable):
     A sequence follows its slot through ``compact_batch``, and keeps its tokens and states when its slot leaves the active batch. If a
     slot becomes active (``set_active_batch_size``, ``reset_for_new_sequences``), the sequence that waits there moves to another slot
     or, with swapping, to the host, and the call waits for the copy. If it cannot move, the call raises :class:`CapacityError`, and
-    nothing was changed. Two kinds of sequences stay: an empty one where the slot begins empty, and a pinned one where the slot was
-    reset to a length, with which it continues. A pinned one with tokens cannot stay where the slot would begin empty: that is a
-    :class:`CapacityError` too.
+    nothing was changed. Two kinds of sequences stay in the slot: an empty one if the slot begins empty, and a pinned one if the slot
+    was reset to a length, with which the sequence continues. A pinned one with tokens cannot stay if the slot would begin empty: that
+    is a :class:`CapacityError` too.
 
     A sequence in an active slot is lost, and everything but destroying it raises :class:`SequenceError`, if
 
     - a compaction overwrites its slot,
     - a compaction with a mapping on the device drops any slot, because the host does not know which slots were moved (unpin sequences
-      before a captured one is replayed).
+      before a CUDA graph with such a compaction is replayed).
 
     Examples
     --------
