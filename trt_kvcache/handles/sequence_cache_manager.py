@@ -46,7 +46,7 @@ class SequenceCacheManager(Closable):
     Everything is ordered on the ``stream`` of a call, a ``cuda.core.Stream``. Calls that copy from or to the host wait for it: arrays
     may be changed or read as soon as the call returns.
 
-    A sequence waits in a slot that is not active, the highest one first, and its tokens are counted here. Active slots belong to
+    A sequence waits in a slot that is not active, the highest one first, and this class holds its length. Active slots belong to
     whoever made them active: this class never uses them by itself. A sequence in an active slot cannot be moved, and the
     lengths of the cache hold its length. To run an engine on a sequence::
 
