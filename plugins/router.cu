@@ -66,8 +66,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     router_logits<BFloat16>(x, weight, bias, logits, rows, quads);
 }
 
-// Experts of a row: a lane has every 32nd of them. trt_kvcache/kernels/router_kernels.py has the limits too.
-constexpr int kExpertsPerLane = 16, kMaxChoices = 32;
+// Experts of a row: a lane has every 32nd of them. trt_kvcache/kernels/router_kernels.py has the limit too, and that of 32
+// choices, a lane for each.
+constexpr int kExpertsPerLane = 16;
+
+__device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xFF800000u); }
 
 __device__ __forceinline__ float warp_max(float value) {
     for (int lanes = 16; lanes; lanes /= 2) {
@@ -111,11 +114,11 @@ __device__ __forceinline__ void choose_of_row(const float* logits, int* chosen, 
     }
     grid_dependents_may_launch();
     grid_dependency_wait();
-    float highest = -INFINITY;
+    float highest = negative_infinity();
 #pragma unroll
     for (int i = 0; i < kExpertsPerLane; i++) {
         const int expert = lane + 32 * i;
-        scores[i] = expert < experts ? logits[expert] : -INFINITY;
+        scores[i] = expert < experts ? logits[expert] : negative_infinity();
         highest = scores[i] > highest ? scores[i] : highest;
     }
     if (choice.softmax) {

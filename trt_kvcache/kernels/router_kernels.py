@@ -19,7 +19,7 @@ from trt_kvcache.model import RouterConfig
 #: Rows of a call at most: more are for products of whole tiles.
 MAX_ROUTER_ROWS = 64
 
-#: Experts at most, and chosen ones: ``kExpertsPerLane`` of 32 lanes, and ``kMaxChoices`` in the source.
+#: Experts at most, and chosen ones: ``kExpertsPerLane`` of 32 lanes in the source, and a lane for each.
 MAX_EXPERTS, MAX_CHOICES = 512, 32
 
 #: Inputs that a thread multiplies at once: their number is a multiple.
