@@ -43,6 +43,7 @@ from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
 from trt_kvcache.session.model_location import expanded
+from trt_kvcache.session.mtp_drafter import MtpDrafter
 from trt_kvcache.session.open_draft import with_draft
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle
@@ -212,7 +213,7 @@ class InferenceSession(Uncopyable):
         trt_kvcache.errors.EngineError: examples/tiny-llama: expected an engine folder, but it has no engine.plan...
         """
         chosen = SessionOptions.of(options)
-        return cls._of(with_draft(open_engine_folder(folder, chosen, progress=progress), chosen, progress=progress))
+        return cls._of(with_draft(open_engine_folder(folder, chosen, progress=progress), chosen, folder, progress=progress))
 
     @classmethod
     def from_model(
@@ -259,7 +260,7 @@ class InferenceSession(Uncopyable):
         (64, 320)
         """
         chosen = SessionOptions.of(options)
-        return cls._of(with_draft(open_model(folder, chosen, progress=progress), chosen, progress=progress))
+        return cls._of(with_draft(open_model(folder, chosen, progress=progress), chosen, folder, progress=progress))
 
     @classmethod
     def _of(cls, parts: SessionParts) -> InferenceSession:
@@ -781,10 +782,14 @@ class InferenceSession(Uncopyable):
             return self._drafter
         if draft == "off":
             return None
+        if draft == "mtp":
+            if not isinstance(self._drafter, MtpDrafter):
+                raise ConfigError("draft: expected 'mtp' in a session that was opened with draft='mtp', got it in another.")
+            return self._drafter
         if self._embeddings is not None and self._embeddings.end > self.vocab_size:
             raise ConfigError(f"draft: expected none in a session with embeddings, got {draft!r}.")
         if draft != "ngram" and not isinstance(draft, Drafter):
-            raise ConfigError(f"draft: expected 'ngram', 'off' or an object with a method propose, got {draft!r}.")
+            raise ConfigError(f"draft: expected 'ngram', 'mtp', 'off' or an object with a method propose, got {draft!r}.")
         self._check_logits_per_slot("draft", 2)
         return NgramDrafter() if draft == "ngram" else draft
 
