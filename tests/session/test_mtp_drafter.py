@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -11,14 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.checkpoint.folders import edit_config, edit_tensors, load_file
 from tests.helpers.assertions import assert_close
+from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.mtp import head_in_float64, ring_prompts, write_mtp_model, write_ring_model
+from tests.helpers.quantized_models import FP8_CONFIG, fp8_blocks, write_quantized, write_values
 from tests.helpers.recording import Drafter, known_truth, poison
 from tests.helpers.sessions import ahead, by_prompt, drain
+from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS, fails
-from trt_kvcache import DraftedSequence, InferenceSession, SamplingParams
+from trt_kvcache import Checkpoint, DraftedSequence, InferenceSession, SamplingParams
 from trt_kvcache.errors import CheckpointError, ConfigError
 from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.session.mtp_drafter import MtpDrafter
@@ -120,31 +125,65 @@ def test_hidden_states_after_a_cached_prefix_are_those_of_the_other_tokens(opens
     assert any(len(hidden) < len(tokens) - 1 for tokens, hidden, _ in watched.seen)
 
 
+class CheckedHead:
+    """Watches the head of a session of one slot, and compares its logits with those in float64."""
+
+    def __init__(self, session: InferenceSession, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
+        drafter = drafter_of(session)
+        append = drafter._batch.append
+        self.watched, self.model = Watched(drafter), model
+        self.logits: list[np.ndarray[Any, Any]] = []
+        monkeypatch.setattr(drafter._batch, "append", lambda rows: self.logits.append(append(rows)) or self.logits[-1])
+
+    def check(self) -> None:
+        config, weights = json.loads((self.model / "config.json").read_text()), load_file(self.model / "model.safetensors")
+        embedding = weights["model.embed_tokens.weight"]
+        head = embedding if config["tie_word_embeddings"] else weights["lm_head.weight"]
+        found = iter(self.logits)
+        for tokens, states, draft in self.watched.seen:
+            hidden, pairs = states, tokens[len(tokens) - len(states) :]
+            for token in draft:
+                after, expected = head_in_float64(config, weights, embedding, head, pairs, hidden)
+                assert_close(next(found)[0], expected[-1])
+                hidden, pairs = np.concatenate([hidden, after[-1:]]), [*pairs, token]
+        assert len(self.logits) > 30
+        assert next(found, None) is None
+
+
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "num_key_value_heads": 2, "num_attention_heads": 6}], ids=str)
 def test_logits_of_the_head(tmp_path: Path, opens: Open, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     """Those of drafts too, which continue from the hidden states of the head."""
-    monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
     model = write_mtp_model(tmp_path / "model", seed=3, **changes)
     session = opens("mtp", model)
-    drafter, logits = drafter_of(session), []
-    watched = Watched(drafter)
-    append = drafter._batch.append
-    monkeypatch.setattr(drafter._batch, "append", lambda rows: logits.append(append(rows)) or logits[-1])
-    [*session.generate(PROMPTS[1:2], params()[0], draft=watched)]
-    config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
-    embedding = weights["model.embed_tokens.weight"]
-    head = embedding if config["tie_word_embeddings"] else weights["lm_head.weight"]
-    found = iter(logits)
-    checked = 0
-    for tokens, states, draft in watched.seen:
-        hidden, pairs = states, list(tokens[1:])
-        for token in draft:
-            after, expected = head_in_float64(config, weights, embedding, head, pairs, hidden)
-            assert_close(next(found)[0], expected[-1])
-            hidden, pairs = np.concatenate([hidden, after[-1:]]), [*pairs, token]
-            checked += 1
-    assert checked > 30
-    assert next(found, None) is None
+    head = CheckedHead(session, model, monkeypatch)
+    [*session.generate(PROMPTS[1:2], params()[0], draft=head.watched)]
+    head.check()
+
+
+def test_logits_of_the_head_after_its_request_has_started_again(opens: Open, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a prefix of the cache, so with fewer hidden states than before."""
+    session = opens("mtp", max_batch_size=1, prompt_cache_bytes=1 << 20)
+    head = CheckedHead(session, folder, monkeypatch)
+    handle = session.submit(PROMPTS[0], params()[0], draft=head.watched)
+    while len(handle.tokens) < 9:
+        session.step()
+    session.prefill([[1, 2]])
+    drain(session)
+    head.check()
+    assert len({len(tokens) - len(hidden) for tokens, hidden, _ in head.watched.seen}) == 2
+
+
+def test_a_copied_prefix_that_is_rewound_and_run_has_hidden_states(opens: Open, folder: Path) -> None:
+    session = opens("mtp", max_batch_size=1, prompt_cache_bytes=1 << 20)
+    for _ in range(2):
+        session.prefill([PROMPTS[0]])
+    assert session._batch[0].copied == len(PROMPTS[0]) - 1
+    session.rewind(0, 0)
+    watched = Watched(drafter_of(session))
+    [*session.generate([PROMPTS[0]], params()[0], append=True, draft=watched)]
+    assert watched.seen
+    check_hidden_states(folder, watched.seen)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.2])
@@ -260,6 +299,17 @@ def test_options_that_round(opens: Open, ring: Path, options: dict[str, Any]) ->
     assert session.statistics.acceptance_rate > 0.9
 
 
+def test_a_head_that_is_quantized_with_its_model(opens: Open, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in published FP8 files: all but ``mtp.fc`` is."""
+    values = write_quantized(tmp_path / "fp8", str(folder), fp8_blocks(), FP8_CONFIG)
+    plain = write_values(tmp_path / "values", tmp_path / "fp8", values)
+    with pytest.warns(UserWarning, match="activations are not quantized"):
+        session = opens("mtp", tmp_path / "fp8", max_batch_size=1)
+    head = CheckedHead(session, plain, monkeypatch)
+    [*session.generate(PROMPTS[1:2], params()[0], draft=head.watched)]
+    head.check()
+
+
 def test_a_head_shares_the_embedding_of_the_model(opens: Open) -> None:
     session = opens("mtp")
     head, model = (engine._weights for engine in (drafter_of(session)._parts.engine, session.engine))  # type: ignore[attr-defined]
@@ -314,3 +364,40 @@ def test_refusals_of_other_models_engines_and_sessions(opens: Open, tmp_path: Pa
         opens("mtp", engine="tensorrt")
     with pytest.raises(ConfigError, match="draft: expected 'mtp' in a session that was opened with draft='mtp'"):
         opens("ngram").generate([[1]], draft="mtp")
+
+
+def test_an_engine_folder_is_refused(tmp_path: Path, folder: Path) -> None:
+    path = make_engine_folder(folder, tmp_path / "engine")
+    with pytest.raises(ConfigError, match="draft: expected a model folder for 'mtp', got the engine folder"):
+        InferenceSession.open(path, engine="numpy", draft="mtp")
+
+
+def test_a_vision_model_in_shards(tmp_path: Path, opens: Open, folder: Path) -> None:
+    """As published: names with a prefix, fields in ``text_config``, the tower and the head in a shard of their own."""
+    weights = load_file(folder / "model.safetensors")
+    named = {re.sub(r"^model\.", "model.language_model.", name): one for name, one in weights.items()}
+    shards = {
+        "model-00001-of-00002.safetensors": {name: one for name, one in named.items() if not name.startswith("mtp.")},
+        "model-00002-of-00002.safetensors": {name: one for name, one in named.items() if name.startswith("mtp.")}
+        | {"model.visual.patch_embed.proj.weight": np.ones(3, np.float32)},
+    }
+    model = tmp_path / "model"
+    model.mkdir()
+    for file, tensors in shards.items():
+        save_file(tensors, model / file)
+    places = {name: file for file, tensors in shards.items() for name in tensors}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "vision_config": {"depth": 1}}
+    (model / "config.json").write_text(json.dumps({**whole, "text_config": text, "tie_word_embeddings": True}))
+    of_text, of_vision = (opens("mtp", place) for place in (folder, model))
+    expected = by_prompt(of_text.generate(PROMPTS, params()))
+    assert by_prompt(of_vision.generate(PROMPTS, params())) == expected
+    for name, one in vars(drafter_of(of_text)._parts.engine._weights.merge).items():  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(getattr(drafter_of(of_vision)._parts.engine._weights.merge, name), one)  # type: ignore[attr-defined]
+    assert of_text.statistics.draft_tokens == of_vision.statistics.draft_tokens
+
+
+def test_a_model_with_experts_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"for 'mtp', got qwen3_5_moe_text"):
+        Checkpoint.open_mtp_head(GOLDEN / "qwen3_5_moe")

@@ -94,6 +94,8 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
+    if options.draft == MTP:
+        raise ConfigError(f"draft: expected a model folder for 'mtp', got the engine folder {path}. InferenceSession.from_model opens one.")
     place = expanded(path)
     if not is_engine_folder(place) and (place / CONFIG_FILE).is_file():
         raise EngineError(
@@ -248,11 +250,12 @@ def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **argume
 
 def open_mtp_head(path: str | PathLike[str], parts: SessionParts, options: SessionOptions) -> SessionParts:
     """Open the MTP head in the model folder of a session, in an engine of the same class. The caller closes the parts."""
-    engine, place = parts.engine, expanded(path)
-    if is_engine_folder(place):
-        raise ConfigError(f"draft: expected a model folder for 'mtp', got the engine folder {path}. InferenceSession.from_model opens one.")
+    engine = parts.engine
     assert isinstance(engine, DecoderEngine)  # no other engine opens with draft="mtp"
-    with Checkpoint.open_mtp_head(place, quantize=options.quantize) as checkpoint, ExitStack() as undo:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the weights: shown when the model was opened
+        opened = Checkpoint.open_mtp_head(expanded(path), quantize=options.quantize)
+    with opened as checkpoint, ExitStack() as undo:
         kv = decoder_cache_config(
             checkpoint.config,
             max_batch_size=parts.cache.max_batch_size,

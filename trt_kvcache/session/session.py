@@ -97,7 +97,7 @@ class InferenceSession(Uncopyable):
         Description of the decoder, layer by layer, for tools that name layers.
     weights : WeightsSummary, optional
         Storage of the weights, for tools that report it.
-    draft : "ngram", "off" or Drafter, optional
+    draft : "ngram", "mtp", "off" or Drafter, optional
         Default of speculative decoding, for requests without ``draft``: see :meth:`generate`. Off if left out.
     prefill_chunk : int
         Most prompt tokens that :meth:`step` runs beside requests that decode (chunked prefill).
@@ -827,10 +827,11 @@ class InferenceSession(Uncopyable):
             The prompts are next turns of the active sequences, one for each.
         reuse : bool
             Keep what slot i already holds of prompt i.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding. A draft proposes the next tokens, and one enqueue verifies them: the tokens are those without drafts, and
             come faster where a draft is right. ``"ngram"`` looks the last tokens up in the prompt and in what was generated (prompt
-            lookup): for texts that repeat parts of the prompt. What the session was opened with if left out, such as a draft model.
+            lookup): for texts that repeat parts of the prompt. ``"mtp"`` is for a session that was opened with it. What the session was
+            opened with if left out, such as a draft model.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -898,7 +899,7 @@ class InferenceSession(Uncopyable):
             Not together with ``options``.
         append, reuse : bool
             ``append``: the prompts are next turns. ``reuse``: keep the tokens of each prompt that its slot already holds.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
@@ -950,7 +951,7 @@ class InferenceSession(Uncopyable):
             Descriptions of the functions that the model may call, in the format of OpenAI's API.
         template_args : mapping of str to object, optional
             Further variables of the chat template, such as ``{"enable_thinking": False}``.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding, as for :meth:`generate`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
@@ -1044,7 +1045,7 @@ class InferenceSession(Uncopyable):
             handle. The engine must return the logits of several tokens per slot, and the prompt cache is not read.
         client : str
             Name of the client. A free slot goes to the client with the fewest slots. Requests of one client are first in, first out.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding, as for :meth:`generate`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
@@ -1236,7 +1237,7 @@ class InferenceSession(Uncopyable):
             Of :meth:`save_snapshot`; ``1 <= n <= B``.
         params : SamplingParams, or sequence of SamplingParams (n,), optional
             As for :meth:`generate`. ``max_new_tokens`` counts from here. Snapshots do not carry sampling options.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding, as for :meth:`generate`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
