@@ -114,14 +114,14 @@ def ring_prompts(count: int) -> list[list[int]]:
     return [[TOPICS[index % 2], (3 * index) % RING + RING * (index % 2)] for index in range(count)]
 
 
-def write_ring_model(folder: Path, *, permuted: bool = False) -> Path:
+def write_ring_model(folder: Path, *, permuted: bool = False, **changes: Any) -> Path:
     """Write a model that counts on a ring, and a head that is right by construction, or one of the same weights in another order.
 
     Both halves have the same embeddings, so a head knows the half from the hidden state alone, and the place from the token alone.
     """
     config = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text())
     kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-    config |= {"dtype": "float32", "vocab_size": 2 * RING + 2, "tie_word_embeddings": False, **kinds}
+    config |= {"dtype": "float32", "vocab_size": 2 * RING + 2, "tie_word_embeddings": False, **kinds, **changes}
     shapes = tensor_shapes(ModelConfig.from_dict(config)) | head_shapes(config)
     weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     hidden, half = config["hidden_size"], RING  # the dimension after those of the places says the half
