@@ -116,6 +116,16 @@ def test_hidden_states_of_a_queue_whose_slots_move(opens: Open, folder: Path, mo
     check_hidden_states(folder, watched.seen)
 
 
+def test_hidden_states_of_a_shared_prompt_are_copied(opens: Open, folder: Path) -> None:
+    session = opens("mtp")
+    watched = Watched(drafter_of(session))
+    handles = [session.submit([*range(36)], one, draft=watched) for one in params(11, temperature=1.0)[:3]]
+    drain(session)
+    assert session.statistics.reused_tokens > 0
+    assert len({tuple(handle.tokens) for handle in handles}) == 3
+    check_hidden_states(folder, watched.seen)
+
+
 def test_hidden_states_after_a_cached_prefix_are_those_of_the_other_tokens(opens: Open, folder: Path) -> None:
     session = opens("mtp", prompt_cache_bytes=1 << 20)
     watched = Watched(drafter_of(session))

@@ -163,6 +163,9 @@ class Batch:
         for slot, length in lengths.items():
             copy.restore(self._cache, slot, length, stream=stream)
             after[slot] = slots[slot].restored(slots[source].row[slots[slot].length : length])
+            if self._runner.hidden_states is not None:
+                self._runner.hidden_states.copy(source, slot, length)
+                after[slot] = after[slot]._replace(copied=min(slots[source].copied, length))
         self._commit_restored(slots, after)
         return after
 
@@ -479,7 +482,7 @@ class Batch:
         with self._runner.work():
             self._runner.overwrite_states()
             self._cache.reset_for_new_sequences(kept, stream=self._runner.stream)
-            self._runner.apply([_kept(slots[slot], count) if count else Slot([], 0) for slot, count in enumerate(kept)])
+            self._runner.apply([_first_tokens(slots[slot], count) if count else Slot([], 0) for slot, count in enumerate(kept)])
         self._counters.reused_tokens += sum(kept)
 
     def _restored(self, slots: Sequence[Slot], matches: Mapping[int, PromptMatch]) -> list[Slot]:
@@ -520,7 +523,7 @@ def _parts_of(rows: Rows, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, list
             done[slot] += take
 
 
-def _kept(slot: Slot, count: int) -> Slot:
+def _first_tokens(slot: Slot, count: int) -> Slot:
     """Return the slot of a new sequence that begins with the first tokens of another one."""
     return Slot(slot.tokens[:count], count, reused=count, copied=min(slot.copied, count))
 

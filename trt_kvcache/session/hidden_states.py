@@ -53,6 +53,10 @@ class HiddenStates:
             rows[: len(stored)] = stored
         self._step.memory.upload(self._step.of_step(chunk.count, chunk.width), staged, stream=stream)
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Copy the first rows of a slot to another one."""
+        self._table[slot, :length] = self._table[source, :length]
+
     def compact(self, mapping: Sequence[int], lengths: Sequence[int]) -> None:
         """Move the rows of slots of these lengths to their new places, -1 to drop."""
         moves = [(new, self._table[slot, : lengths[slot]].copy()) for slot, new in enumerate(mapping) if new not in (-1, slot)]

@@ -22,7 +22,7 @@ class Slot(NamedTuple):
     sampler: SamplerPosition | None = None
     #: Tokens at the end that its request has generated.
     generated: int = 0
-    #: Tokens at the start of the row whose K and V were copied into the slot, so that their hidden states are not known.
+    #: Tokens at the start of the row whose K and V were copied into the slot without their hidden states.
     copied: int = 0
 
     @property
