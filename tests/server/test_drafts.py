@@ -79,7 +79,7 @@ def test_an_async_session_takes_a_draft_for_a_request() -> None:
             other = await served.submit(REPEATS, max_new_tokens=40, ignore_eos=True, **FEW)
             await one.wait()
             await other.wait()
-            with pytest.raises(ConfigError, match="draft: expected 'ngram', 'off'"):
+            with pytest.raises(ConfigError, match="draft: expected 'ngram', 'mtp', 'off'"):
                 await served.submit(REPEATS, draft="eagle")
             return one, other
 

@@ -470,7 +470,7 @@ def test_a_step_ahead_is_not_wasted_by_a_draft() -> None:
 def test_another_draft_is_refused(draft: Any) -> None:
     session = open_session()
     text = refuse(session, ConfigError, lambda: session.generate([[1]], draft=draft))
-    assert text.startswith(f"draft: expected 'ngram', 'off' or an object with a method propose, got {draft!r}")
+    assert text.startswith(f"draft: expected 'ngram', 'mtp', 'off' or an object with a method propose, got {draft!r}")
 
 
 def test_an_engine_with_the_logits_of_one_token_is_refused() -> None:

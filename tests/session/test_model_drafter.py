@@ -225,4 +225,4 @@ def test_what_cannot_draft_is_refused_and_leaves_nothing_open(
 def test_an_option_that_is_no_path_is_refused(draft: Any) -> None:
     with pytest.raises(ConfigError) as error:
         SessionOptions(draft=draft)
-    assert str(error.value) == f"draft: expected ngram or the folder of a model, got {draft!r}."
+    assert str(error.value) == f"draft: expected ngram, mtp or the folder of a model, got {draft!r}."

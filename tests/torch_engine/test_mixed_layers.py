@@ -65,6 +65,7 @@ def test_the_model_has_all_features_of_attention():
         "clamped_swiglu",
         "relu2",
         "ungated_mlp",
+        "merged_input",
     }
     assert set(features(MODEL)) == engine.COMPUTED_FEATURES - others
 

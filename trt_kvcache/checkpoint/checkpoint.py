@@ -35,7 +35,8 @@ from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
-from trt_kvcache.model.families.registry import FAMILIES, read_config, states_dtype
+from trt_kvcache.model.families.family import DRAFT_HEADS, Family
+from trt_kvcache.model.families.registry import FAMILIES, read_config, read_mtp_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
@@ -157,10 +158,52 @@ class Checkpoint:
             - A quantized checkpoint quantizes activations too. This package does not.
             - There are GGUF files next to safetensors. They are not read.
         """
+        return cls._open(Path(path), quantize, adapter, read_config, lambda family: family)
+
+    @classmethod
+    def open_mtp_head(cls, path: str | Path, *, quantize: str | Quantization | None = None) -> Checkpoint:
+        """Open the multi-token prediction head in a model folder and check it.
+
+        Parameters
+        ----------
+        path : path
+            As for :meth:`open`.
+        quantize : str or Quantization, optional
+            As for :meth:`open`.
+
+        Returns
+        -------
+        Checkpoint
+            A model of one layer: ``mtp.layers.0`` is ``model.layers.0``, ``mtp.norm`` the final norm, and embedding and head are those
+            of the model. Its :attr:`ModelConfig.merge_norm` is set, for ``mtp.fc`` and the norms of its input.
+
+        Raises
+        ------
+        CheckpointError
+            The folder has no MTP head or an incomplete one, or the family of the model has none that is supported. Or as for :meth:`open`.
+        ConfigError
+            As for :meth:`open`.
+
+        Warns
+        -----
+        UserWarning
+            As for :meth:`open`.
+        """
+        return cls._open(Path(path), quantize, None, read_mtp_config, Family.of_mtp_head)
+
+    @classmethod
+    def _open(
+        cls,
+        folder: Path,
+        quantize: str | Quantization | None,
+        adapter: str | os.PathLike[str] | None,
+        read: Callable[..., ModelConfig],
+        names_of: Callable[[Family], Family],
+    ) -> Checkpoint:
+        """Open a model folder. ``names_of``: the family under whose names the tensors of a family are read."""
         rounding = None if quantize is None else Quantization.parse(quantize)
-        folder = Path(path)
-        config, data, format_, source = _read_config(folder)
-        family = FAMILIES[config.family]
+        config, data, format_, source = _read_config(folder, read)
+        family = names_of(FAMILIES[config.family])
         files = split_experts(config, family_names(open_weight_files(folder, family), family, folder), folder)
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
@@ -204,7 +247,7 @@ class Checkpoint:
         CheckpointError
             There is no folder, or its ``config.json`` is damaged or not supported.
         """
-        return _read_config(Path(path))[0]
+        return _read_config(Path(path), read_config)[0]
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -505,13 +548,13 @@ class Checkpoint:
         return self._files
 
 
-def _read_config(folder: Path) -> tuple[ModelConfig, Mapping[str, Any], QuantizedFormat | None, Path]:
+def _read_config(folder: Path, read: Callable[..., ModelConfig]) -> tuple[ModelConfig, Mapping[str, Any], QuantizedFormat | None, Path]:
     """Return the model, the parsed ``config.json``, the quantized format, and the source file."""
     files = ModelFiles(folder)
     data = files.json(CONFIG_FILE)
     path = files.source(CONFIG_FILE)
     try:
-        return read_config(data, default_dtype="float32"), data, quantized_format(data, folder), path
+        return read(data, default_dtype="float32"), data, quantized_format(data, folder), path
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -553,6 +596,8 @@ def _check(
     """Compare the tensors that the configuration requires with those in the files, before anything uses either."""
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in quantized}
     missing = [name for name in shapes if name not in files]
+    if config.merge_norm is not None and not any(name.startswith(DRAFT_HEADS) for name in files):
+        raise CheckpointError(f"{folder}: expected an MTP head, tensors whose names begin with {DRAFT_HEADS!r}, got none.")
     if missing:
         hint = " If the head is the embedding, config.json must say `tie_word_embeddings: true`." if missing == [HEAD] else ""
         if format_ is not None and missing[0].endswith(".weight"):

@@ -14,6 +14,7 @@ from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
+from trt_kvcache.model.families.family import MERGE_PROJECTION, MERGED_EMBEDDING_NORM, MERGED_HIDDEN_NORM
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, final_norm_bias_name
@@ -133,6 +134,15 @@ class DecoderLayerWeights(Generic[ArrayT]):
         return self.norm("mlp_output_norm")
 
 
+@dataclass(frozen=True)
+class MergeWeights(Generic[ArrayT]):
+    """Norms of the two halves of an MTP head's input, and the linear map ``[hidden, 2 * hidden]`` of their concatenation."""
+
+    embedding_norm: ArrayT
+    hidden_norm: ArrayT
+    projection: ArrayT
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderWeights(Generic[ArrayT]):
     """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one array where they are tied."""
@@ -141,6 +151,7 @@ class DecoderWeights(Generic[ArrayT]):
     layers: tuple[DecoderLayerWeights[ArrayT], ...]
     final_norm: NormWeights[ArrayT]
     head: ArrayT
+    merge: MergeWeights[ArrayT] | None = None
 
 
 def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> DecoderWeights[ArrayT]:
@@ -154,7 +165,14 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     bias = final_norm_bias_name(config)
     final_norm = NormWeights(tensor(family.final_norm), None if bias is None else tensor(bias))
     head = embedding if config.tie_word_embeddings else tensor(HEAD)
-    return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
+    return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head, merge=merge_weights(config, tensor))
+
+
+def merge_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> MergeWeights[ArrayT] | None:
+    """Collect the weights of the input of an MTP head; None for a model that reads tokens alone."""
+    if config.merge_norm is None:
+        return None
+    return MergeWeights(tensor(MERGED_EMBEDDING_NORM), tensor(MERGED_HIDDEN_NORM), tensor(MERGE_PROJECTION))
 
 
 def layer_weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from types import MappingProxyType
 from typing import Literal
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.cache.config import DecoderCacheConfig
+from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionName, cache_layout
 from trt_kvcache.engine.bound_engine import BoundEngine
@@ -19,6 +21,7 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slo
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.embedding_rows import EmbeddingRows
 from trt_kvcache.engine.names import TensorNames
+from trt_kvcache.engine.step_rows import StepRows
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -42,6 +45,7 @@ class DecoderEngine(BoundEngine):
         names: TensorNames,
         memory: Memory,
         max_embeddings: int = 0,
+        has_hidden_states: bool = False,
     ) -> None:
         computed = _computed_dtype(kv, dtype)
         _check_cache(model, kv, computed)
@@ -62,16 +66,26 @@ class DecoderEngine(BoundEngine):
         self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width, max_logits_per_slot=wanted)
         capacity = int_in_range("max_embeddings", max_embeddings, 0, MAX_DIMENSION, error=ConfigError)
         self._bindings = DecoderBindings(type(self).__name__, self.tensors, self.profiles, cache=kv, names=names, memory=memory)
+        rows = {"max_tokens": kv.max_batch_size * width, "hidden_size": model.hidden_size}
+        #: Output of the final norm of each token of the last enqueue; None unless it is asked for.
+        self.hidden_states = StepRows(memory, **rows) if has_hidden_states else None
+        #: Hidden state of each token of the next enqueue; None unless the model is an MTP head.
+        self.hidden_inputs = None if model.merge_norm is None else StepRows(memory, **rows)
         self.embeddings: EmbeddingRows | None = None
         if capacity:
             sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
             self.embeddings = EmbeddingRows(memory, capacity=capacity, dtype=computed, **sizes)
 
+    @abstractmethod
+    def open_mtp_head(self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int) -> DecoderEngine:
+        """Return an engine of the MTP head of the model, in the same memory and dtype, which shares embedding and head with this one."""
+
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
         self._bindings.release()
-        if self.embeddings is not None:
-            self.embeddings.close()
+        for rows in (self.embeddings, self.hidden_states, self.hidden_inputs):
+            if rows is not None:
+                rows.close()
 
     def _check_values(
         self,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from trt_kvcache.generation.request import Request
 
@@ -24,6 +27,9 @@ class DraftedSequence(NamedTuple):
         Tokens after them that run in the same step as the draft: usually the last one alone.
     limit : int
         Most tokens to propose, at least 1.
+    hidden_states : ndarray (n, hidden_size) float32, optional
+        Output of the final norm of the last n tokens in the cache, to be read only; none of earlier tokens, which were copied from a prefix
+        cache or a snapshot. None unless the session was opened with ``draft="mtp"``.
 
     Examples
     --------
@@ -37,6 +43,7 @@ class DraftedSequence(NamedTuple):
     length: int
     pending: tuple[int, ...]
     limit: int
+    hidden_states: npt.NDArray[np.float32] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -95,5 +102,5 @@ class Drafter(Protocol):
         """
 
 
-#: Values of ``draft=``: prompt lookup, a drafter of the caller, or none.
-DraftChoice = Literal["ngram", "off"] | Drafter
+#: Values of ``draft=``: prompt lookup, the MTP head that the session was opened with, none, or a drafter of the caller.
+DraftChoice = Literal["ngram", "mtp", "off"] | Drafter

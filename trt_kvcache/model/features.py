@@ -51,6 +51,7 @@ FEATURES = {
     "final_softcap": "final logit softcapping",
     "logits_divisor": "scaled logits",
     "fused_tensors": "fused weight tensors",
+    "merged_input": "hidden states as an input (MTP head)",
 }
 
 
@@ -105,6 +106,8 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "final_softcap", f"final_softcap = {model.final_softcap}"
     if model.logits_divisor != 1:
         yield "logits_divisor", f"logits_divisor = {model.logits_divisor}"
+    if model.merge_norm is not None:
+        yield "merged_input", "merge_norm"
     if has_interleaved_rope(model):
         yield "interleaved_rope", "rows of q and k"
     if has_fused_tensors(model):

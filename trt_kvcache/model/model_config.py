@@ -57,6 +57,9 @@ class ModelConfig:
         Logits ``x`` become ``final_softcap * tanh(x / final_softcap)``.
     logits_divisor : float
         Divisor of the logits.
+    merge_norm : NormConfig or None
+        Of an MTP head: norm of the two halves of the first layer's input, the embedding of a token and a hidden state of the model of which
+        it is the head; a linear map ``[hidden, 2 * hidden]`` follows. None for a model that reads tokens alone.
 
     Raises
     ------
@@ -87,6 +90,7 @@ class ModelConfig:
     rounds_embedding_multiplier: bool = False
     final_softcap: float | None = None
     logits_divisor: float = 1.0
+    merge_norm: NormConfig | None = None
 
     def __post_init__(self) -> None:
         one_of("ModelConfig.dtype", self.dtype, MODEL_DTYPES)

@@ -1,6 +1,6 @@
 """Names and shapes of the tensors of a checkpoint, as Hugging Face transformers names them."""
 
-from trt_kvcache.model.families.family import EMBEDDING, FINAL_NORM
+from trt_kvcache.model.families.family import EMBEDDING, FINAL_NORM, MERGE_PROJECTION, MERGED_EMBEDDING_NORM, MERGED_HIDDEN_NORM
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.weight_parts import layer_tensors
@@ -31,6 +31,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     A head that is tied to the embedding is not listed.
     """
     shapes: dict[str, tuple[int, ...]] = {embedding_name(config): (config.vocab_size, config.hidden_size)}
+    if config.merge_norm is not None:
+        shapes |= dict.fromkeys((MERGED_EMBEDDING_NORM, MERGED_HIDDEN_NORM), (config.hidden_size,))
+        shapes[MERGE_PROJECTION] = (config.hidden_size, 2 * config.hidden_size)
     for index in range(config.num_layers):
         shapes |= layer_tensors(config, index)
     names = (final_norm_name(config), final_norm_bias_name(config))

@@ -14,6 +14,7 @@ from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.bound_tensors import BoundTensors, StepTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.engine.step_rows import StepRows
 from trt_kvcache.errors import PlaceError
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
@@ -47,6 +48,8 @@ class _NumpyStep:
     start: npt.NDArray[np.int32]
     logits: npt.NDArray[Any]
     new_lengths: npt.NDArray[np.int32] | None
+    hidden_states: Float32 | None
+    hidden_inputs: Float32 | None
     rope: Mapping[_RopeKey, RopePositions]
     caches: Sequence[LayerCache]
 
@@ -84,6 +87,10 @@ class ReferenceEngine(DecoderEngine):
     max_embeddings : int
         Rows that prompts may have in place of rows of the embedding, as for
         :class:`~trt_kvcache.session.session_options.SessionOptions`.
+    has_hidden_states : bool
+        True to keep the output of the final norm of each token of the last step, in :attr:`hidden_states`.
+    shared : ReferenceEngine, optional
+        Engine whose embedding and head are taken in place of those of the checkpoint, an MTP head.
 
     Attributes
     ----------
@@ -94,6 +101,8 @@ class ReferenceEngine(DecoderEngine):
         ``trt_kvcache.engine.decoder_profiles.decoder_profiles``.
     memory : HostMemory
         Memory that bound tensors must be in.
+    hidden_states, hidden_inputs : StepRows or None
+        Hidden states of the tokens of the last step, and those that the next step of an MTP head reads.
 
     Raises
     ------
@@ -134,6 +143,8 @@ class ReferenceEngine(DecoderEngine):
         memory: HostMemory,
         progress: Callable[[int, int], object] | None = None,
         max_embeddings: int = 0,
+        has_hidden_states: bool = False,
+        shared: ReferenceEngine | None = None,
     ) -> None:
         if not memory.is_host:
             raise PlaceError(f"memory: expected host memory, which NumPy can work in, got {memory.device}.")
@@ -147,13 +158,16 @@ class ReferenceEngine(DecoderEngine):
             names=names,
             memory=memory,
             max_embeddings=max_embeddings,
+            has_hidden_states=has_hidden_states,
         )
         self._rows = None if self.embeddings is None else memory.array(self.embeddings.table)
         self._masked = attention == "mask"
         self._rope = {
             key: rope_table(*key, kv.max_sequence_length) for key in map(_rope_key, self._config.attention_layers) if key is not None
         }
-        self._weights: DecoderWeights | None = load_weights(checkpoint, self._dtype, progress)
+        self._weights: DecoderWeights | None = load_weights(
+            checkpoint, self._dtype, progress, shared=None if shared is None else shared._weights
+        )
         self._steps: dict[BoundTensors, _NumpyStep] = {}
         self._combined = self._combined_inputs() if attention == "plugin" else None
 
@@ -185,8 +199,39 @@ class ReferenceEngine(DecoderEngine):
         for positions in step.rope.values():
             positions.update()
         with np.errstate(over="ignore", invalid="ignore"):
-            logits = decoder_step(self._config, self._weights, step.caches, step.input_ids, step.last, self._dtype, self._rows)
+            logits = decoder_step(
+                self._config,
+                self._weights,
+                step.caches,
+                step.input_ids,
+                step.last,
+                self._dtype,
+                self._rows,
+                hidden_inputs=step.hidden_inputs,
+                hidden_states=step.hidden_states,
+            )
         step.logits[...] = logits.reshape(step.logits.shape)
+
+    def open_mtp_head(self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int) -> ReferenceEngine:
+        """Return an engine of the MTP head of the model, in the same memory and dtype, which shares embedding and head with this one.
+
+        Parameters
+        ----------
+        checkpoint : Checkpoint
+            The head: see :meth:`Checkpoint.open_mtp_head`. It may be closed afterwards.
+        kv : KVCacheConfig
+            The cache that will be bound.
+        max_prefill_length : int
+            The most new tokens per slot in one step.
+
+        Returns
+        -------
+        ReferenceEngine
+            It reads :attr:`hidden_inputs`, and has hidden states.
+        """
+        return ReferenceEngine(
+            checkpoint, kv=kv, max_prefill_length=max_prefill_length, memory=self.memory, has_hidden_states=True, shared=self
+        )
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
@@ -207,12 +252,17 @@ class ReferenceEngine(DecoderEngine):
             start=start,
             logits=logits,
             new_lengths=None if tensors.new_lengths is None else self.memory.array(tensors.new_lengths),
+            hidden_states=self._rows_of(self.hidden_states, input_ids),
+            hidden_inputs=self._rows_of(self.hidden_inputs, input_ids),
             rope=rope,
             caches=[
                 None if layer.mixer is None else next(attentions) if isinstance(layer.mixer, AttentionConfig) else next(recurrences)
                 for layer in self._config.layers
             ],
         )
+
+    def _rows_of(self, rows: StepRows | None, input_ids: npt.NDArray[np.int32]) -> Float32 | None:
+        return None if rows is None else self.memory.array(rows.of_step(*input_ids.shape))
 
     def _attentions(
         self, step: StepTensors, start: npt.NDArray[np.int32], rope: Mapping[_RopeKey, RopePositions], stream: Any

@@ -15,7 +15,7 @@ from trt_kvcache.reference.activations import ACTIVATIONS, clamped_swiglu, sigmo
 from trt_kvcache.reference.attention import LayerAttention, RotatedBeforeNorms, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
 from trt_kvcache.reference.router import route
-from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, NormWeights, Projection
+from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, Float32, MergeWeights, NormWeights, Projection
 
 #: Function of the weights of a recurrent layer and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
 LayerRecurrence = Callable[[DecoderLayerWeights, Float32], Float32]
@@ -32,15 +32,24 @@ def decoder_step(
     last: npt.NDArray[np.int32],
     dtype: str,
     rows: npt.NDArray[Any] | None = None,
+    *,
+    hidden_inputs: Float32 | None = None,
+    hidden_states: Float32 | None = None,
 ) -> Float32:
     """Return the logits ``[A * m, vocab]`` of the tokens ``last [A, m]`` of the right-padded ``input_ids [A, s]``.
 
-    ``dtype``: precision of the engine, to which the embedding multiplier may be rounded. ``rows``: of token ids past the vocabulary.
+    ``dtype``: of the engine. ``rows``: of token ids past the vocabulary. ``hidden_inputs [A, s, hidden]``: of an MTP head.
     """
     hidden = embedded(config, weights, input_ids, dtype, rows)
+    if config.merge_norm is not None:
+        assert weights.merge is not None
+        assert hidden_inputs is not None
+        hidden = merged(config.merge_norm, weights.merge, hidden, hidden_inputs)
     with one_blas_thread(input_ids.size, _largest_weight(weights)):
         for layer, layer_weights, cache in zip(config.layers, weights.layers, caches, strict=True):
             hidden = decoder_layer(layer, layer_weights, cache, hidden)
+    if hidden_states is not None:  # [A, s, hidden], to be written
+        hidden_states[...] = optional_norm(hidden, weights.final_norm, config.final_norm)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
     with one_blas_thread(len(wanted), weights.head.size):
         logits: Float32 = optional_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
@@ -59,6 +68,12 @@ def embedded(
     hidden = scaled(weights.embedding[np.where(is_row, 0, input_ids)], config.embedding_factor(dtype))
     hidden[is_row] = rows[past[is_row]].astype(np.float32)
     return hidden
+
+
+def merged(norm: NormConfig, weights: MergeWeights, embedding: Float32, hidden: Float32) -> Float32:
+    """Return the input ``[A, s, hidden]`` of an MTP head's layer, of embeddings and hidden states of the same shape."""
+    halves = [rms_norm(embedding, weights.embedding_norm, norm), rms_norm(hidden, weights.hidden_norm, norm)]
+    return project(Projection(weights.projection, None), np.concatenate(halves, axis=-1))
 
 
 def _largest_weight(weights: DecoderWeights) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -10,15 +11,24 @@ import numpy.typing as npt
 from trt_kvcache.checkpoint import decoder_weights as generic
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors, decoder_weights
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
 
 Float32 = npt.NDArray[np.float32]
 Projection = generic.Projection[Float32]
 NormWeights = generic.NormWeights[Float32]
+MergeWeights = generic.MergeWeights[Float32]
 DecoderLayerWeights = generic.DecoderLayerWeights[Float32]
 DecoderWeights = generic.DecoderWeights[Float32]
 
 
-def load_weights(checkpoint: Checkpoint, dtype: str, progress: Callable[[int, int], object] | None = None) -> DecoderWeights:
-    """Read the weights of a checkpoint as float32, rounded to ``dtype``. float32 weights in a float32 engine are not copied."""
+def load_weights(
+    checkpoint: Checkpoint, dtype: str, progress: Callable[[int, int], object] | None = None, *, shared: DecoderWeights | None = None
+) -> DecoderWeights:
+    """Read the weights of a checkpoint as float32, rounded to ``dtype``. float32 weights in a float32 engine are not copied.
+
+    ``shared``: weights of which embedding and head are taken instead.
+    """
     rounded = RoundedTensors(checkpoint, dtype, progress)
-    return decoder_weights(checkpoint.config, lambda name: np.asarray(rounded(name), np.float32))
+    known = {} if shared is None else dict.fromkeys((embedding_name(checkpoint.config), HEAD), shared.embedding)
+    weights = decoder_weights(checkpoint.config, lambda name: known[name] if name in known else np.asarray(rounded(name), np.float32))
+    return weights if shared is None else replace(weights, head=shared.head)

@@ -103,7 +103,7 @@ class AsyncSession:
             As for ``InferenceSession.submit``.
         client : str
             As for ``InferenceSession.submit``.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             As for ``InferenceSession.generate``.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.

@@ -163,6 +163,9 @@ class Batch:
         for slot, length in lengths.items():
             copy.restore(self._cache, slot, length, stream=stream)
             after[slot] = slots[slot].restored(slots[source].row[slots[slot].length : length])
+            if self._runner.hidden_states is not None:
+                self._runner.hidden_states.copy(source, slot, length)
+                after[slot] = after[slot]._replace(copied=min(slots[source].copied, length))
         self._commit_restored(slots, after)
         return after
 
@@ -176,6 +179,8 @@ class Batch:
         slots = self._runner.slots
         self._runner.overwrite_states()
         self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._runner.stream)
+        if self._runner.hidden_states is not None:
+            self._runner.hidden_states.compact(mapping, [slot.length for slot in slots])
         self._runner.apply([slots[slot] for _, slot in kept])
 
     # --- sequences ---
@@ -477,7 +482,7 @@ class Batch:
         with self._runner.work():
             self._runner.overwrite_states()
             self._cache.reset_for_new_sequences(kept, stream=self._runner.stream)
-            self._runner.apply([Slot(slots[slot].tokens[:count] if count else [], count, reused=count) for slot, count in enumerate(kept)])
+            self._runner.apply([_first_tokens(slots[slot], count) if count else Slot([], 0) for slot, count in enumerate(kept)])
         self._counters.reused_tokens += sum(kept)
 
     def _restored(self, slots: Sequence[Slot], matches: Mapping[int, PromptMatch]) -> list[Slot]:
@@ -518,12 +523,17 @@ def _parts_of(rows: Rows, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, list
             done[slot] += take
 
 
+def _first_tokens(slot: Slot, count: int) -> Slot:
+    """Return the slot of a new sequence that begins with the first tokens of another one."""
+    return Slot(slot.tokens[:count], count, reused=count, copied=min(slot.copied, count))
+
+
 def _slot_of(snapshot: Snapshot) -> Slot:
     """Return a slot that holds what is in a snapshot."""
     sampler = None if snapshot.sampler is None else (snapshot.sampler.seed, snapshot.sampler.counter)
     generated = 0 if snapshot.sampler is None else snapshot.sampler.generated
     tokens = list(snapshot.tokens)
-    return Slot(tokens, len(tokens), snapshot.pending, len(tokens), sampler, generated)
+    return Slot(tokens, len(tokens), snapshot.pending, len(tokens), sampler, generated, len(tokens))
 
 
 def _check_not_empty(prompts: Rows) -> None:

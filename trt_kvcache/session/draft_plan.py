@@ -50,7 +50,8 @@ def _sequences(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request
             room = runner.cache.lengths.max_sequence_length - slot.length - 1
             limit = min(request.drafting.length(request.num_tokens), longest, request.remaining - 1, room)
             if limit > 0:
-                found[index] = DraftedSequence(request, slot.row, slot.length, tuple(plan.rows[index]), limit)
+                hidden = None if runner.hidden_states is None else runner.hidden_states[index][slot.copied : slot.length]
+                found[index] = DraftedSequence(request, slot.row, slot.length, tuple(plan.rows[index]), limit, hidden)
     return found
 
 

@@ -39,8 +39,7 @@ class ModelDrafter:
 
     def propose(self, sequences: Sequence[DraftedSequence]) -> list[list[int]]:
         """Generate a draft for each sequence: first append the tokens that its slot lacks, then generate one token of all at a time."""
-        limit = self._batch.max_sequence_length
-        limits = [min(one.limit, limit - one.num_tokens) for one in sequences]
+        limits = self._limits(sequences)
         drafted = [index for index, count in enumerate(limits) if count > 0]
         slots = dict(zip(drafted, self._slots_of([sequences[index].request for index in drafted]), strict=True))
         drafts: list[list[int]] = [[] for _ in sequences]
@@ -57,8 +56,13 @@ class ModelDrafter:
                         rows[slot] = [token]
             slots = {index: slot for index, slot in slots.items() if slot in rows}
             if slots:
-                logits = self._append(rows)
+                logits = self._append_drafted(rows)
         return drafts
+
+    def _limits(self, sequences: Sequence[DraftedSequence]) -> list[int]:
+        """Return the most tokens of each draft; 0 or less for none."""
+        limit = self._batch.max_sequence_length
+        return [min(one.limit, limit - one.num_tokens) for one in sequences]
 
     def _slots_of(self, requests: Sequence[Request]) -> list[int]:
         """Return the slots of requests. A new request gets a free slot, else the slot of a request that has no draft in this step."""
@@ -70,22 +74,34 @@ class ModelDrafter:
 
     def _new_tokens(self, sequence: DraftedSequence, slot: int) -> list[int]:
         """Rewind a slot to its common prefix with a sequence, and return the other tokens of the sequence: at least the last one."""
-        _, given = self._places.get(sequence.request, (slot, 0))
         held = self._batch[slot]
-        count = min(given, sequence.num_tokens, held.length)
+        count = min(self._known(sequence, slot), sequence.num_tokens)
         tokens = sequence.tokens_from(count)
         count += common_prefix(tokens, held.row[count : held.length])
         count = min(count, sequence.num_tokens - 1)
+        self._take_slot(sequence, slot, count, sequence.num_tokens)
+        return sequence.tokens_from(count)
+
+    def _known(self, sequence: DraftedSequence, slot: int) -> int:
+        """Return the number of tokens that a slot holds of a sequence, an earlier draft not counted."""
+        _, given = self._places.get(sequence.request, (slot, 0))
+        return min(given, self._batch[slot].length)
+
+    def _take_slot(self, sequence: DraftedSequence, slot: int, count: int, total: int) -> None:
+        """Rewind a slot to the first ``count`` tokens of a sequence, which will have ``total``, and take it from other requests."""
         for request in [other for other, (its, _) in self._places.items() if its == slot]:
             del self._places[request]
-        if count < held.length:
+        if count < self._batch[slot].length:
             self._batch.rewind(slot, count)
-        self._places[sequence.request] = slot, sequence.num_tokens
-        return sequence.tokens_from(count)
+        self._places[sequence.request] = slot, total
 
     def _append(self, rows: dict[int, list[int]]) -> Logits:
         """Run tokens of some slots, and return the logits of all: float32 ``[B, vocab]``."""
         return self._batch.append([rows.get(slot, []) for slot in range(len(self._batch))])
+
+    def _append_drafted(self, rows: dict[int, list[int]]) -> Logits:
+        """Run the last token of the drafts of some slots: see :meth:`_append`."""
+        return self._append(rows)
 
     def _choose(self, request: Request, logits: Logits, count: int) -> int | None:
         """Choose the token after ``count`` tokens of a draft; None if logits are not finite, which ends the draft but not the sequence."""

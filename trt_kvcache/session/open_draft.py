@@ -6,6 +6,7 @@ import json
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 from trt_kvcache._util.progress import Progress
@@ -14,22 +15,30 @@ from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.session.model_drafter import ModelDrafter
 from trt_kvcache.session.model_location import locate_model
-from trt_kvcache.session.open_model import EngineFallbackWarning, SessionParts, open_engine_folder, open_model
-from trt_kvcache.session.session_options import SessionOptions
+from trt_kvcache.session.mtp_drafter import MtpDrafter
+from trt_kvcache.session.open_model import EngineFallbackWarning, SessionParts, open_engine_folder, open_model, open_mtp_head
+from trt_kvcache.session.session_options import MTP, SessionOptions
 
 
-def with_draft(parts: SessionParts, options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Return the parts of a session with its drafter. The parts are closed if that fails."""
+def with_draft(
+    parts: SessionParts, options: SessionOptions, folder: str | PathLike[str], *, progress: Progress | None = None
+) -> SessionParts:
+    """Return the parts of a session of a folder with its drafter. The parts are closed if that fails."""
     if options.draft is None:
         return parts
     if options.draft == "ngram":
         return replace(parts, draft="ngram")
     with ExitStack() as undo:
         undo.callback(parts.close)
-        small = _open(options.draft, parts, options, progress)
-        undo.callback(small.close)
-        _check(options.draft, small, parts)
-        drafter = ModelDrafter(small, vocab_size=parts.model.vocab_size)
+        if options.draft == MTP:
+            small = open_mtp_head(folder, parts, options)
+            undo.callback(small.close)
+            drafter: ModelDrafter = MtpDrafter(small, vocab_size=parts.model.vocab_size)
+        else:
+            small = _open(options.draft, parts, options, progress)
+            undo.callback(small.close)
+            _check(options.draft, small, parts)
+            drafter = ModelDrafter(small, vocab_size=parts.model.vocab_size)
         undo.pop_all()
     return replace(parts, draft=drafter, on_close=_both(parts.on_close, drafter.close))
 

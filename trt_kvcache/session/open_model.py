@@ -22,6 +22,7 @@ from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.decoder_profiles import VERIFY_WIDTH, default_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
@@ -40,7 +41,7 @@ from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.session.model_location import expanded
-from trt_kvcache.session.session_options import DEFAULT_ATTENTION, SessionOptions
+from trt_kvcache.session.session_options import DEFAULT_ATTENTION, MTP, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
@@ -93,6 +94,8 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
+    if options.draft == MTP:
+        raise ConfigError(f"draft: expected a model folder for 'mtp', got the engine folder {path}. InferenceSession.from_model opens one.")
     place = expanded(path)
     if not is_engine_folder(place) and (place / CONFIG_FILE).is_file():
         raise EngineError(
@@ -207,7 +210,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.max_embeddings:
+    if options.max_embeddings or options.draft == MTP:
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -239,9 +242,32 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if it was requested or PyTorch cannot run the model."""
+    own: dict[str, Any] = {"max_embeddings": options.max_embeddings, "has_hidden_states": options.draft == MTP}
     if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
-        return ReferenceEngine(checkpoint, memory=HostMemory(), max_embeddings=options.max_embeddings, **arguments)
-    return _torch_engine().open(checkpoint, memory=_torch_memory(options), max_embeddings=options.max_embeddings, **arguments)
+        return ReferenceEngine(checkpoint, memory=HostMemory(), **own, **arguments)
+    return _torch_engine().open(checkpoint, memory=_torch_memory(options), **own, **arguments)
+
+
+def open_mtp_head(path: str | PathLike[str], parts: SessionParts, options: SessionOptions) -> SessionParts:
+    """Open the MTP head in the model folder of a session, in an engine of the same class. The caller closes the parts."""
+    engine = parts.engine
+    assert isinstance(engine, DecoderEngine)  # no other engine opens with draft="mtp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the weights: shown when the model was opened
+        opened = Checkpoint.open_mtp_head(expanded(path), quantize=options.quantize)
+    with opened as checkpoint, ExitStack() as undo:
+        kv = decoder_cache_config(
+            checkpoint.config,
+            max_batch_size=parts.cache.max_batch_size,
+            max_sequence_length=parts.cache.lengths.max_sequence_length,
+            dtype=options.dtype or parts.model.dtype,
+            attention=DEFAULT_ATTENTION,
+        )
+        head = engine.open_mtp_head(checkpoint, kv=kv, max_prefill_length=max(profile.max_width for profile in engine.profiles))
+        undo.callback(head.close)
+        cache = make_cache(kv, memory=head.memory)
+        undo.pop_all()
+    return replace(parts, engine=head, cache=cache, names=DEFAULT_NAMES, model=checkpoint.config, on_close=None)
 
 
 def _torch_memory(options: SessionOptions) -> Memory:

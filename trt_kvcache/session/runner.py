@@ -19,6 +19,7 @@ from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.chunks import Chunk, bucket_widths, coarse_widths, plan_chunks
+from trt_kvcache.session.hidden_states import HiddenStates
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import Rows, StepPlan
 
@@ -67,6 +68,10 @@ class Runner:
             max_logits_per_slot=self.plan.max_logits_per_slot,
             has_states=self.has_states,
         )
+        #: Hidden states of the tokens in the cache; None unless the engine has them.
+        self.hidden_states = HiddenStates.of(getattr(engine, "hidden_states", None), cache)
+        #: Hidden states that an MTP head reads beside its tokens.
+        self.hidden_inputs = HiddenStates.of(getattr(engine, "hidden_inputs", None), cache)
 
     # --- current slots ---
 
@@ -171,7 +176,7 @@ class Runner:
     def enqueue_next(self, count: int) -> None:
         """Enqueue the tokens that are in :meth:`device_views`, one for every active slot; nothing is committed. Does not wait."""
         self.plan.prepare(0, count, 1, self._buffers)
-        self._enqueue()
+        self._enqueue(Chunk(0, (1,) * count))
 
     def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
         """Return the input token ids and the logits, on the device, of a decode step of ``count`` slots."""
@@ -183,11 +188,18 @@ class Runner:
             self._ran = first, tuple(new_lengths)
             self._buffers.write_new_lengths(new_lengths, stream=self.stream)
 
-    def _enqueue(self) -> None:
+    def _enqueue(self, chunk: Chunk) -> None:
         self.uncommitted = None
         if self._held.states is _States.ONE_STEP_FURTHER:
             self.overwrite_states()  # the engine writes into the buffer that still has them
+        if self.hidden_inputs is not None:
+            self.hidden_inputs.upload(self._starts(chunk), chunk, stream=self.stream)
         self.engine.enqueue(self.stream)
+        if self.hidden_states is not None:
+            self.hidden_states.download(self._starts(chunk), chunk, stream=self.stream)
+
+    def _starts(self, chunk: Chunk) -> Sequence[int]:
+        return self.cache.host_kv_cache_lengths[chunk.first : chunk.end]
 
     def run(self, chunk: Chunk, rows: Rows, *, every_logit: bool) -> None:
         """Enqueue the new tokens of a contiguous range of slots; nothing is committed. Does not wait."""
@@ -196,7 +208,7 @@ class Runner:
         self._buffers.write_rows(rows, chunk.width, stream=self.stream, every_logit=every_logit)
         self._take(chunk.first, chunk.takes)
         self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
-        self._enqueue()
+        self._enqueue(chunk)
 
     def prefill(self, chunk: Chunk, rows: Rows, *, every_logit: bool = False) -> None:
         """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait."""

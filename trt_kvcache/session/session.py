@@ -43,6 +43,7 @@ from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
 from trt_kvcache.session.model_location import expanded
+from trt_kvcache.session.mtp_drafter import MtpDrafter
 from trt_kvcache.session.open_draft import with_draft
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle
@@ -96,7 +97,7 @@ class InferenceSession(Uncopyable):
         Description of the decoder, layer by layer, for tools that name layers.
     weights : WeightsSummary, optional
         Storage of the weights, for tools that report it.
-    draft : "ngram", "off" or Drafter, optional
+    draft : "ngram", "mtp", "off" or Drafter, optional
         Default of speculative decoding, for requests without ``draft``: see :meth:`generate`. Off if left out.
     prefill_chunk : int
         Most prompt tokens that :meth:`step` runs together with requests that decode (chunked prefill).
@@ -212,7 +213,7 @@ class InferenceSession(Uncopyable):
         trt_kvcache.errors.EngineError: examples/tiny-llama: expected an engine folder, but it has no engine.plan...
         """
         chosen = SessionOptions.of(options)
-        return cls._of(with_draft(open_engine_folder(folder, chosen, progress=progress), chosen, progress=progress))
+        return cls._of(with_draft(open_engine_folder(folder, chosen, progress=progress), chosen, folder, progress=progress))
 
     @classmethod
     def from_model(
@@ -259,7 +260,7 @@ class InferenceSession(Uncopyable):
         (64, 320)
         """
         chosen = SessionOptions.of(options)
-        return cls._of(with_draft(open_model(folder, chosen, progress=progress), chosen, progress=progress))
+        return cls._of(with_draft(open_model(folder, chosen, progress=progress), chosen, folder, progress=progress))
 
     @classmethod
     def _of(cls, parts: SessionParts) -> InferenceSession:
@@ -782,10 +783,14 @@ class InferenceSession(Uncopyable):
             return self._drafter
         if draft == "off":
             return None
+        if draft == "mtp":
+            if not isinstance(self._drafter, MtpDrafter):
+                raise ConfigError("draft: expected 'mtp' in a session that was opened with draft='mtp', got it in another.")
+            return self._drafter
         if self._embeddings is not None and self._embeddings.end > self.vocab_size:
             raise ConfigError(f"draft: expected none in a session with embeddings, got {draft!r}.")
         if draft != "ngram" and not isinstance(draft, Drafter):
-            raise ConfigError(f"draft: expected 'ngram', 'off' or an object with a method propose, got {draft!r}.")
+            raise ConfigError(f"draft: expected 'ngram', 'mtp', 'off' or an object with a method propose, got {draft!r}.")
         self._check_logits_per_slot("draft", 2)
         return NgramDrafter() if draft == "ngram" else draft
 
@@ -823,10 +828,11 @@ class InferenceSession(Uncopyable):
             The prompts are next turns of the active sequences, one for each.
         reuse : bool
             Keep what slot i already holds of prompt i.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding. A draft proposes the next tokens, and one enqueue verifies them: the tokens are those without drafts, and
             come faster where a draft is right. ``"ngram"`` looks the last tokens up in the prompt and in what was generated (prompt
-            lookup): for texts that repeat parts of the prompt. If left out, the drafter of the session, such as a draft model.
+            lookup): for texts that repeat parts of the prompt. ``"mtp"`` is for a session that was opened with it. If left out, the
+            drafter of the session, such as a draft model.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -894,7 +900,7 @@ class InferenceSession(Uncopyable):
             Not together with ``options``.
         append, reuse : bool
             ``append``: the prompts are next turns. ``reuse``: keep the tokens of each prompt that its slot already holds.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
@@ -946,7 +952,7 @@ class InferenceSession(Uncopyable):
             Descriptions of the functions that the model may call, in the format of OpenAI's API.
         template_args : mapping of str to object, optional
             Further variables of the chat template, such as ``{"enable_thinking": False}``.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding, as for :meth:`generate`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
@@ -1040,7 +1046,7 @@ class InferenceSession(Uncopyable):
             handle. The engine must return the logits of several tokens per slot, and the prompt cache is not read.
         client : str
             Name of the client. A free slot goes to the client with the fewest slots. Requests of one client are first in, first out.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding, as for :meth:`generate`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
@@ -1233,7 +1239,7 @@ class InferenceSession(Uncopyable):
             Of :meth:`save_snapshot`; ``1 <= n <= B``.
         params : SamplingParams, or sequence of SamplingParams (n,), optional
             As for :meth:`generate`. ``max_new_tokens`` counts from here. Snapshots do not carry sampling options.
-        draft : "ngram", "off" or Drafter, optional
+        draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding, as for :meth:`generate`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.

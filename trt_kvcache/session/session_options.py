@@ -71,6 +71,9 @@ class ModelOptions(OpenOptions, total=False):
     kv_scales: KVScalesChoice | None
 
 
+#: Value of ``draft`` for the multi-token prediction head in a model folder.
+MTP = "mtp"
+
 #: Options that an engine folder has fixed at its build.
 BUILD_OPTIONS = (
     *("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot"),
@@ -98,11 +101,12 @@ class SessionOptions:
         :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`. 0 keeps none.
     cuda_graphs : bool
         True to run decode steps, verify steps and frequent prefills of TensorRT engines as CUDA graphs, as the PyTorch engine always does.
-    draft : "ngram" or path, optional
-        Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup. A
-        path, or an id of the Hugging Face Hub, is a small model with the same tokenizer, which generates the drafts: an engine folder, or a
-        model folder, opened with ``engine`` and ``dtype`` of this session. The engine of the large model must return the logits of several
-        tokens per slot, as an engine does that is opened from a model folder. Off if left out.
+    draft : "ngram", "mtp" or path, optional
+        Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup.
+        ``"mtp"`` is the multi-token prediction head in a model folder; not with TensorRT, which ``"auto"`` then leaves out. A path, or an
+        id of the Hugging Face Hub, is a small model with the same tokenizer, which generates drafts: an engine folder, or a model folder,
+        opened with ``engine`` and ``dtype`` of this session. The engine of the large model must return the logits of several tokens per
+        slot, as an engine does that is opened from a model folder. Off if left out.
     prefill_chunk : int
         Chunked prefill: most prompt tokens that a ``step`` runs together with requests that decode, so that these do not wait for a long
         prompt. A smaller number makes the time between tokens more even, a larger one the first token of a long prompt earlier. Without
@@ -190,6 +194,8 @@ class SessionOptions:
         int_in_range("device", self.device, 0)
         if self.draft is not None:
             object.__setattr__(self, "draft", _path_text("draft", self.draft))
+            if self.draft == MTP and self.engine == "tensorrt":
+                raise ConfigError("draft: expected ngram, the folder of a model or none with engine='tensorrt', got 'mtp'.")
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         int_in_range("prefill_chunk", self.prefill_chunk, 1)
         int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError)
@@ -258,5 +264,5 @@ def takes_session_options(function: _Function) -> _Function:
 def _path_text(name: str, value: Any) -> str:
     """Return a path as a text."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ConfigError(f"{name}: expected ngram or the folder of a model, got {value!r}.")
+        raise ConfigError(f"{name}: expected ngram, mtp or the folder of a model, got {value!r}.")
     return str(os.fspath(value))

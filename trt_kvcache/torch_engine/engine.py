@@ -22,6 +22,7 @@ from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import check_features
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, RotationBeforeNorms, ScaledQueries
 from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
@@ -34,6 +35,7 @@ from trt_kvcache.torch_engine.kernel_variants import decoder_variants
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
 from trt_kvcache.torch_engine.operations import Elementwise, Operations, Projections, TorchAttention, TorchMatrix
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace, packed_weights_are_supported
 from trt_kvcache.torch_engine.positions import PositionFactors
 from trt_kvcache.torch_engine.quantized_rows import QuantizedRowsAttention
@@ -53,7 +55,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("final_softcap", "logits_divisor", "fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2"),
         *("gated_delta_net", "output_gate", "relu2", "ungated_mlp", "experts", "shared_expert", "latent_experts"),
         *("interleaved_rope", "norm_after_rope", "layer_norm", "parallel", "sinks", "clamped_swiglu"),
-        *("v_norm", "values_are_keys", "output_scale"),
+        *("v_norm", "values_are_keys", "output_scale", "merged_input"),
     }
 )
 
@@ -81,6 +83,7 @@ class TorchEngine(DecoderEngine):
         names: TensorNames = DEFAULT_NAMES,
         memory: Memory,
         max_embeddings: int = 0,
+        has_hidden_states: bool = False,
     ) -> None:
         check_features(model, COMPUTED_FEATURES, "the PyTorch engine")
         super().__init__(
@@ -93,8 +96,12 @@ class TorchEngine(DecoderEngine):
             names=names,
             memory=memory,
             max_embeddings=max_embeddings,
+            has_hidden_states=has_hidden_states,
         )
         self._device = torch_device(memory)
+        self._hidden_states, self._hidden_inputs = (
+            None if rows is None else self._device.view(rows.table) for rows in (self.hidden_states, self.hidden_inputs)
+        )
         self._rows = None if self.embeddings is None else self._device.view(self.embeddings.table)
         self.width_buckets = () if self._device.graphs is None else STEP_WIDTHS
         self._views = DeviceViews(memory)
@@ -137,6 +144,7 @@ class TorchEngine(DecoderEngine):
         memory: Memory,
         progress: Callable[[int, int], object] | None = None,
         max_embeddings: int = 0,
+        has_hidden_states: bool = False,
     ) -> TorchEngine:
         """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
         computed = dtype or kv.dtype
@@ -154,6 +162,30 @@ class TorchEngine(DecoderEngine):
             names=names,
             memory=memory,
             max_embeddings=max_embeddings,
+            has_hidden_states=has_hidden_states,
+        )
+
+    def open_mtp_head(self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int) -> TorchEngine:
+        """See :meth:`DecoderEngine.open_mtp_head`."""
+        weights = self._weights
+        assert weights is not None
+        tensors = CheckpointTensors(checkpoint, self._dtype, self._device.torch_device, self.memory)
+        is_packed = packed_weights_are_supported(self._dtype, self.memory)
+        known = {embedding_name(checkpoint.config): weights.embedding, HEAD: weights.head}
+
+        def load(name: str) -> torch.Tensor:
+            found = known.get(name)
+            return found if isinstance(found, torch.Tensor) else tensors.load(name)
+
+        def load_packed(name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
+            if name in known:
+                found = known[name]
+                return None if isinstance(found, torch.Tensor) else found
+            return tensors.load_packed(name, rows) if is_packed else None
+
+        model = replace(checkpoint.config, tie_word_embeddings=self._config.tie_word_embeddings)
+        return TorchEngine(
+            model, load, load_packed, kv=kv, max_prefill_length=max_prefill_length, memory=self.memory, has_hidden_states=True
         )
 
     @property
@@ -185,7 +217,7 @@ class TorchEngine(DecoderEngine):
         """Release weights, graphs and the bound tensors. Idempotent."""
         if self._bindings.closed:
             return
-        self._rows = None  # a view of what is closed next
+        self._rows = self._hidden_states = self._hidden_inputs = None  # views of what is closed next
         super().close()
         self._steps.clear()
         self._device.close()
@@ -219,7 +251,11 @@ class TorchEngine(DecoderEngine):
         assert self._weights is not None
         with torch.inference_mode():
             operations = self._operations(step, stream)
-            normed = decoder_step(self._weights, operations, step.input_ids, self._rows)
+            slots, width = step.input_ids.shape
+            inputs = None if self._hidden_inputs is None else self._hidden_inputs[: slots * width].unflatten(0, (slots, width))
+            normed = decoder_step(self._weights, operations, step.input_ids, self._rows, inputs)
+            if self._hidden_states is not None:
+                self._hidden_states[: slots * width] = normed.flatten(0, 1)
             write_logits(operations.projections, normed, step.last, self._weights.head, step.logits)
             scale_logits(self._config, step.logits)
 

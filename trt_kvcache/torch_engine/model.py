@@ -9,12 +9,21 @@ from trt_kvcache.torch_engine.operations import Operations, normalised, scaled
 from trt_kvcache.torch_engine.weights import TorchWeights
 
 
-def decoder_step(weights: TorchWeights, operations: Operations, input_ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+def decoder_step(
+    weights: TorchWeights,
+    operations: Operations,
+    input_ids: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    hidden_inputs: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the output ``[A, s, hidden]`` of the final norm for the right-padded ``input_ids`` int32 ``[A, s]``.
 
-    ``rows``: of token ids past the vocabulary.
+    ``rows``: of token ids past the vocabulary. ``hidden_inputs [A, s, hidden]``: of an MTP head.
     """
     hidden = embedded(weights, input_ids) if rows is None else embedded_with(rows, weights, input_ids)
+    if hidden_inputs is not None:
+        assert weights.merge is not None
+        hidden = weights.merge(hidden, hidden_inputs)
     normed = normalised(hidden, weights.blocks[0].norm)
     next_norms = [*((block.norm, block.shares_input) for block in weights.blocks[1:]), (weights.final_norm, False)]
     for block, (next_norm, is_shared) in zip(weights.blocks, next_norms, strict=True):

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
-from trt_kvcache.checkpoint.decoder_weights import NormWeights
+from trt_kvcache.checkpoint.decoder_weights import NormWeights, merge_weights
 from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig, RoutedMlpConfig
 from trt_kvcache.model.layer_config import Mixer
@@ -37,6 +38,29 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Input of an MTP head: a linear map of the norms of an embedding and of a hidden state."""
+
+    embedding_norm: TorchNorm
+    hidden_norm: TorchNorm
+    projection: torch.Tensor  # [hidden, 2 * hidden]
+
+    @classmethod
+    def of(cls, config: ModelConfig, load: LoadTensor) -> Merge | None:
+        """Return the input of an MTP head; None for a model that reads tokens alone."""
+        stored = merge_weights(config, load)
+        if stored is None or config.merge_norm is None:
+            return None
+        norms = [TorchNorm.of(config.merge_norm, NormWeights(weight, None)) for weight in (stored.embedding_norm, stored.hidden_norm)]
+        return cls(embedding_norm=norms[0], hidden_norm=norms[1], projection=arranged(stored.projection))
+
+    def __call__(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input ``[A, s, hidden]`` of the layer."""
+        halves = self.embedding_norm(embedding), self.hidden_norm(hidden.to(embedding.dtype))
+        return F.linear(torch.cat(halves, dim=-1), self.projection)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TorchWeights:
     """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one tensor if they are tied.
 
@@ -49,6 +73,7 @@ class TorchWeights:
     final_norm: TorchNorm
     head: TorchMatrix
     is_packed: bool
+    merge: Merge | None = None
 
     @property
     def widest(self) -> int:
@@ -74,6 +99,7 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
         blocks=blocks,
         final_norm=final_norm,
         head=head,
+        merge=Merge.of(config, load),
         is_packed=not all(isinstance(matrix, torch.Tensor) for matrix in matrices)
         or any(block.part.experts.is_packed for block in blocks if isinstance(block.part, RoutedMlp)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trt_kvcache.model.config_fields import ConfigFields
@@ -68,6 +68,15 @@ MAMBA_NAMES: Mapping[str, str] = {
 #: Prefixes of multi-token prediction heads.
 DRAFT_HEADS = "mtp."
 
+#: Weights that merge the embedding of a token and a hidden state into the input of an MTP head. Its layer and its final norm are read under
+#: the names of the model of which it is the head.
+MERGED_EMBEDDING_NORM = "mtp.pre_fc_norm_embedding.weight"
+MERGED_HIDDEN_NORM = "mtp.pre_fc_norm_hidden.weight"
+MERGE_PROJECTION = "mtp.fc.weight"
+
+#: Prefix of the layers and the final norm of a model whose MTP head is read.
+_OF_MODEL = "(model)."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -100,6 +109,7 @@ class Family:
     code: frozenset[str] = frozenset()  # custom code in `auto_map` that transformers has adopted
     text: tuple[Family, ...] = ()  # families of the `text_config` of a model with a tower, the default one first; see `towers.py`
     may_be_flat: bool = False  # fields of a `text_config` may be next to those of the tower
+    read_mtp: Callable[[ConfigFields], ModelConfig] | None = None  # fields with defaults -> the MTP head, with `merge_norm`
     images_need: str = ""  # computation of images beyond rows in the places of tokens, which no engine has
 
     def own_name(self, stored: str) -> str:
@@ -107,6 +117,15 @@ class Family:
         name = _with_new_prefix(stored, self.renamed)
         layer = re.fullmatch(rf"({re.escape(self.layers)}\.\d+\.)(.+)", name) if self.renamed_in_layers else None
         return name if layer is None else layer[1] + _with_new_prefix(layer[2], self.renamed_in_layers)
+
+    def of_mtp_head(self) -> Family:
+        """Return the family under whose names the MTP head of a checkpoint is read, with the embedding and the head of the model alone."""
+        norm = self.final_norm.removesuffix("weight")
+        head = {f"{DRAFT_HEADS}layers.": f"{self.layers}.", f"{DRAFT_HEADS}norm.": norm}
+        stored = [self.layers, norm, *(old + name.removeprefix(new) for old, new in self.renamed.items() for name in (self.layers, norm))]
+        others = [prefix for prefix in self.ignored if prefix != DRAFT_HEADS]
+        layers_of_model = dict.fromkeys(stored, _OF_MODEL)
+        return replace(self, renamed={**head, **layers_of_model, **self.renamed}, ignored=(_OF_MODEL, *others))
 
     def ignores(self, stored: str) -> bool:
         """Return True for a stored tensor outside the decoder."""

@@ -95,17 +95,35 @@ _TEXT_CONFIG = {"text_config": "is more than a text decoder"}
 
 def read_config(data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
     """Return the model of a parsed ``config.json``. Raises ConfigError for an unsupported or incomplete one."""
+    family, text, fields = _decoder_fields(data, default_dtype)
+    return replace(text.read(fields), family=family.name)
+
+
+def read_mtp_config(data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
+    """Return the MTP head of the model of a parsed ``config.json``. Raises ConfigError."""
+    family, text, fields = _decoder_fields(data, default_dtype)
+    if text.read_mtp is None:
+        raise ConfigError(f"draft: expected a family whose MTP head is supported ({_with_mtp()}) for 'mtp', got {family.name}.")
+    return replace(text.read_mtp(fields), family=family.name)
+
+
+def _with_mtp() -> str:
+    return ", ".join(name for name, family in FAMILIES.items() if family.read_mtp is not None)
+
+
+def _decoder_fields(data: Mapping[str, Any], default_dtype: str | None) -> tuple[Family, Family, ConfigFields]:
+    """Return the family of a ``config.json``, that of its decoder, and the fields of the decoder. Raises ConfigError."""
     fields = ConfigFields(data)
     _check_fields(fields, _known(fields.data))
     family = _family(fields)
     _check_code(fields, family)
     if not family.text:
-        return _read(data, family, default_dtype)
+        return family, family, _with_dtype(data, family, default_dtype)
     text, text_data = text_config(fields, family)
     text_fields = ConfigFields(text_data)
     _check_fields(text_fields, text)
     _check_code(text_fields, text)
-    return replace(_read(text_data, text, default_dtype), family=family.name)
+    return family, text, _with_dtype(text_data, text, default_dtype)
 
 
 def states_dtype(data: Mapping[str, Any]) -> bool:
@@ -115,10 +133,10 @@ def states_dtype(data: Mapping[str, Any]) -> bool:
     return any(place.get(name) is not None for place in places for name in ("dtype", "torch_dtype"))
 
 
-def _read(data: Mapping[str, Any], family: Family, default_dtype: str | None) -> ModelConfig:
-    """Return the model of the fields of a decoder."""
+def _with_dtype(data: Mapping[str, Any], family: Family, default_dtype: str | None) -> ConfigFields:
+    """Return the fields of a decoder."""
     dtype = {} if states_dtype(data) else {"dtype": default_dtype}
-    return family.read(ConfigFields({**data, "model_type": family.name, **dtype}, defaults=family.defaults))
+    return ConfigFields({**data, "model_type": family.name, **dtype}, defaults=family.defaults)
 
 
 def _check_fields(fields: ConfigFields, family: Family | None) -> None:
