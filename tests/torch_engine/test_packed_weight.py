@@ -293,7 +293,6 @@ def test_many_rows_are_packed_in_parts(monkeypatch):
     weight = rounded_to_nearest(matrix((88, 256)), "int4", "float16")
     expected = packed_weight(weight, "float16").values
     monkeypatch.setattr(packing, "_ON_DEVICE", 40 * 256)
-    monkeypatch.setattr(packing, "_OF_A_THREAD", 5 * 256)
     assert torch.equal(packed_weight(weight, "float16").values, expected)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from trt_kvcache._util.in_threads import for_each, row_slices
-from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks, factors_of, scales_of, values_of
+from trt_kvcache._util.in_threads import row_slices
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks, factors_of, read_scales, read_values
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS, count_tiles
 from trt_kvcache.kernels.packed_tensors import SuperBlockTensors
 from trt_kvcache.kernels.super_block_layout import (
@@ -28,8 +26,8 @@ from trt_kvcache.torch_engine.packed_places import unpack_rows
 from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks, unpack_scales, unpack_super_blocks
 from trt_kvcache.torch_engine.upload import Upload
 
-#: Values on the device at a time that are not packed yet, and those that a thread unpacks at a time.
-_ON_DEVICE, _OF_A_THREAD = 1 << 24, 1 << 18
+#: Values on the device at a time that are not packed yet.
+_ON_DEVICE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +47,20 @@ class SuperBlockWeight(PackedMatrix):
     def of(cls, stored: SuperBlocks, dtype: str, upload: Upload, memory: Memory) -> SuperBlockWeight | None:
         """Return the matrix on the device of ``memory``, to which ``upload`` copies; None if ``dtype`` cannot hold its values."""
         kind, (outputs, inputs), blocks = stored.kind.lower(), stored.shape, stored.blocks()
-        factors, scales = factors_of(blocks, stored.kind), scales_of(blocks, stored.kind)
-        if not _bound(factors, kind) <= torch.finfo(getattr(torch, dtype)).max:
-            return None
-        fragments_nbytes = inputs // FRAGMENT_INPUTS * fragment_nbytes(kind)
-        values = torch.empty((count_tiles(outputs), fragments_nbytes), dtype=torch.uint8, device=upload.device)
+        values = torch.empty(
+            (count_tiles(outputs), inputs // FRAGMENT_INPUTS * fragment_nbytes(kind)), dtype=torch.uint8, device=upload.device
+        )
+        scales, factors = upload.empty_bytes((outputs, inputs // 32, 2)), []
         for rows in row_slices(outputs, inputs, _ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
-            tiles = slice(rows.start // FRAGMENT_OUTPUTS, count_tiles(rows.stop))
-            values[tiles] = pack_super_blocks(upload(_values(blocks[rows], stored.kind)), kind)
+            some = upload(blocks[rows])
+            unpacked = upload.empty_bytes((len(some), inputs))
+            read_values(some, stored.kind, unpacked)
+            values[rows.start // FRAGMENT_OUTPUTS : count_tiles(rows.stop)] = pack_super_blocks(unpacked, kind)
+            read_scales(some, stored.kind, scales[rows])
+            factors.append(factors_of(some, stored.kind).contiguous().view(torch.float16))
+        of_blocks = torch.cat(factors)
+        if not _bound(of_blocks, kind) <= torch.finfo(getattr(torch, dtype)).max:
+            return None
         return cls(
             dtype=getattr(torch, dtype),
             memory=memory,
@@ -64,8 +68,8 @@ class SuperBlockWeight(PackedMatrix):
             outputs=outputs,
             inputs=inputs,
             values=values,
-            scales=pack_scales(upload(scales)),
-            factors=pack_factors(upload(factors)),
+            scales=pack_scales(scales),
+            factors=pack_factors(of_blocks),
         )
 
     @cached_property
@@ -93,21 +97,11 @@ class SuperBlockWeight(PackedMatrix):
         return (exact * scale - minimum).to(self.dtype)
 
 
-def _values(blocks: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.uint8]:
-    """Return the quantized values of some rows of a file."""
-    values = np.empty((len(blocks), blocks.shape[1] * SUPER_BLOCK), np.uint8)
-
-    def unpack(rows: slice) -> None:
-        values[rows] = values_of(blocks[rows], kind)
-
-    for_each(unpack, row_slices(len(values), values.shape[1], _OF_A_THREAD))
-    return values
-
-
-def _bound(factors: npt.NDArray[np.float16], kind: str) -> float:
+def _bound(factors: torch.Tensor, kind: str) -> float:
     """Return a bound of the magnitudes of values; not a finite number if a factor is none."""
     largest = (128 * 32,) if kind == "q6_k" else (63 * ((16 << HIGH_BITS[kind]) - 1), 63)
-    return float((np.abs(factors.astype(np.float64)) * largest).sum(axis=-1).max(initial=0))
+    bounds = factors.double().abs() * torch.tensor(largest, dtype=torch.float64, device=factors.device)
+    return float(bounds.sum(dim=-1).amax())
 
 
 def joined_super_blocks(first: SuperBlockWeight, second: SuperBlockWeight) -> SuperBlockWeight | None:
