@@ -292,7 +292,7 @@ class TestStack:
 def test_many_rows_are_packed_in_parts(monkeypatch):
     weight = rounded_to_nearest(matrix((88, 256)), "int4", "float16")
     expected = packed_weight(weight, "float16").values
-    monkeypatch.setattr(packing, "_ON_DEVICE", 40 * 256)
+    monkeypatch.setattr(packing, "ON_DEVICE", 40 * 256)
     assert torch.equal(packed_weight(weight, "float16").values, expected)
 
 
@@ -315,7 +315,7 @@ class TestRoundedOnTheDevice:
     @pytest.mark.parametrize("shape", [(48, 256), (40, 200), (3, 8)])
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
     def test_weights_are_those_of_the_host(self, monkeypatch, device, scheme, shape, dtype):
-        monkeypatch.setattr(packing, "_ON_DEVICE", 17 * shape[1])
+        monkeypatch.setattr(packing, "ON_DEVICE", 17 * shape[1])
         for seed in range(5):
             values = np.random.default_rng(seed).normal(0, 0.02, shape).astype(np.float32)
             values[0] = 0

@@ -29,16 +29,13 @@ from trt_kvcache.torch_engine.packed_places import pack_rows, pack_values
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.rounding import round_rows
 from trt_kvcache.torch_engine.upload import Upload
-from trt_kvcache.torch_engine.uploaded_rows import UploadedRows, joined_rows
+from trt_kvcache.torch_engine.uploaded_rows import ON_DEVICE, UploadedRows, joined_rows
 
 #: By kind of quantized value: packed kind, and what is added to values and zero points.
 _KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128), "e2m1": ("e2m1", 0)}
 
 _RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6)}
 _DTYPES = {"int4": torch.uint8, "int8": torch.int8, "e2m1": torch.uint8}
-
-#: Values on the device at a time that are not packed yet.
-_ON_DEVICE = 1 << 24
 
 
 def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, memory: Memory) -> PackedWeight | None:
@@ -177,6 +174,6 @@ def _stored_scales(scales: torch.Tensor, kind: str, dtypes: Sequence[str]) -> to
 def _packed_values(outputs: int, inputs: int, kind: str, read: Callable[[slice], torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the packed values of the rows that ``read`` returns, a part at a time."""
     packed = torch.empty((count_tiles(outputs), -(-inputs // FRAGMENT_INPUTS) * FRAGMENT_NBYTES[kind]), dtype=torch.uint8, device=device)
-    for rows in row_slices(outputs, inputs, _ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
+    for rows in row_slices(outputs, inputs, ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
         packed[rows.start // FRAGMENT_OUTPUTS : count_tiles(rows.stop)] = pack_values(read(rows), kind)
     return packed

@@ -8,26 +8,18 @@ from functools import cached_property
 import torch
 
 from trt_kvcache._util.in_threads import row_slices
-from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks, factors_of, read_scales, read_values
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS, count_tiles
 from trt_kvcache.kernels.packed_tensors import SuperBlockTensors
-from trt_kvcache.kernels.super_block_layout import (
-    FACTORS,
-    HIGH_BITS,
-    MIDDLES,
-    SCALE_INPUTS,
-    SUPER_BLOCK,
-    fragment_nbytes,
-)
+from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, fragment_nbytes
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_places import unpack_rows
 from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks, unpack_scales, unpack_super_blocks
+from trt_kvcache.torch_engine.super_block_rows import SuperBlockRows
 from trt_kvcache.torch_engine.upload import Upload
-
-#: Values on the device at a time that are not packed yet.
-_ON_DEVICE = 1 << 24
+from trt_kvcache.torch_engine.uploaded_rows import ON_DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +42,13 @@ class SuperBlockWeight(PackedMatrix):
         values = torch.empty(
             (count_tiles(outputs), inputs // FRAGMENT_INPUTS * fragment_nbytes(kind)), dtype=torch.uint8, device=upload.device
         )
-        scales, factors = upload.empty_bytes((outputs, inputs // 32, 2)), []
-        for rows in row_slices(outputs, inputs, _ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
-            some = upload(blocks[rows])
-            unpacked = upload.empty_bytes((len(some), inputs))
-            read_values(some, stored.kind, unpacked)
-            values[rows.start // FRAGMENT_OUTPUTS : count_tiles(rows.stop)] = pack_super_blocks(unpacked, kind)
-            read_scales(some, stored.kind, scales[rows])
-            factors.append(factors_of(some, stored.kind).contiguous().view(torch.float16))
-        of_blocks = torch.cat(factors)
-        if not _bound(of_blocks, kind) <= torch.finfo(getattr(torch, dtype)).max:
+        parts = []
+        for rows in row_slices(outputs, inputs, ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
+            some = SuperBlockRows.of(blocks[rows], stored.kind, upload)
+            values[rows.start // FRAGMENT_OUTPUTS : count_tiles(rows.stop)] = pack_super_blocks(some.values, kind)
+            parts.append((some.scales, some.factors))
+        scales, factors = (torch.cat(of_rows) for of_rows in zip(*parts, strict=True))
+        if not _bound(factors, kind) <= torch.finfo(getattr(torch, dtype)).max:
             return None
         return cls(
             dtype=getattr(torch, dtype),
@@ -69,7 +58,7 @@ class SuperBlockWeight(PackedMatrix):
             inputs=inputs,
             values=values,
             scales=pack_scales(scales),
-            factors=pack_factors(of_blocks),
+            factors=pack_factors(factors),
         )
 
     @cached_property
@@ -85,16 +74,12 @@ class SuperBlockWeight(PackedMatrix):
 
     def dequantized(self) -> torch.Tensor:
         """See :class:`PackedMatrix`."""
-        exact = unpack_super_blocks(self.values, self.kind, self.outputs, self.inputs).float() - MIDDLES[self.kind]
-        factors = torch.stack([unpack_rows(self.factors[..., index], self.outputs) for index in range(FACTORS[self.kind])]).float()
-        scales = unpack_scales(self.scales, self.outputs)
-        per_scale, per_factor = SCALE_INPUTS[self.kind], SUPER_BLOCK // SCALE_INPUTS[self.kind]
-        of_groups = factors.repeat_interleave(per_factor, dim=-1)
-        if self.kind == "q6_k":
-            scale = of_groups[0] * scales.reshape(self.outputs, -1).view(torch.int8).float()
-            return (exact * scale.repeat_interleave(per_scale, dim=-1)).to(self.dtype)
-        scale, minimum = (one.repeat_interleave(per_scale, dim=-1) for one in of_groups * scales.permute(2, 0, 1).float())
-        return (exact * scale - minimum).to(self.dtype)
+        rows = SuperBlockRows(
+            values=unpack_super_blocks(self.values, self.kind, self.outputs, self.inputs),
+            scales=unpack_scales(self.scales, self.outputs),
+            factors=torch.stack([unpack_rows(self.factors[..., index], self.outputs) for index in range(FACTORS[self.kind])], dim=-1),
+        )
+        return rows.dequantized(self.kind, self.dtype)
 
 
 def _bound(factors: torch.Tensor, kind: str) -> float:

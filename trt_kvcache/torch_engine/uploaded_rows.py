@@ -89,8 +89,7 @@ def _by_row(weight: QuantizedWeight, of_blocks: torch.Tensor) -> torch.Tensor:
     return of_blocks.repeat_interleave(height, dim=0)[first : first + rows.stop - rows.start]
 
 
-def dequantized_rows(rows: UploadedRows, weight: QuantizedWeight, dtype: torch.dtype, upload: Upload) -> torch.Tensor:
-    """Return the values of rows of a weight, rounded once to ``dtype``: see :meth:`QuantizedWeight.dequantized`."""
+def _dequantized_rows(rows: UploadedRows, weight: QuantizedWeight, dtype: torch.dtype, upload: Upload) -> torch.Tensor:
     values = _exact(rows.values, weight.quantized_values.kind)
     order = None if weight.group_index is None else upload(weight.group_index).long()
     if rows.zero_points is not None:
@@ -117,10 +116,15 @@ def _by_column(weight: QuantizedWeight, of_blocks: torch.Tensor, order: torch.Te
     return of_blocks.repeat_interleave(weight.scales.block[1], dim=1)[:, : weight.shape[1]]
 
 
-def dequantized(weight: QuantizedWeight, dtype: torch.dtype, upload: Upload) -> torch.Tensor:
-    """Return a whole weight, some rows at a time: bit by bit the values of :meth:`QuantizedWeight.dequantized`, rounded to ``dtype``."""
-    values = torch.empty(weight.shape, dtype=dtype, device=upload.device)
-    for rows in row_slices(*weight.shape, ON_DEVICE):
+def dequantized(weight: QuantizedWeight, dtype: torch.dtype, upload: Upload) -> torch.Tensor | None:
+    """Return a whole weight, some rows at a time: the values of :meth:`QuantizedWeight.dequantized`. None if ``dtype`` cannot hold them."""
+    values, parts = torch.empty(weight.shape, dtype=dtype, device=upload.device), row_slices(*weight.shape, ON_DEVICE)
+    for rows in parts:
         some = weight.rows(rows)
-        values[rows] = dequantized_rows(UploadedRows.of(some, upload), some, dtype, upload)
-    return values
+        values[rows] = _dequantized_rows(UploadedRows.of(some, upload), some, dtype, upload)
+    return values if all_finite(values, parts) else None
+
+
+def all_finite(values: torch.Tensor, parts: Sequence[slice]) -> bool:
+    """Return True if all values are finite. They are read in parts, as torch makes copies of what it reads."""
+    return bool(torch.stack([values[part].isfinite().all() for part in parts]).all())
