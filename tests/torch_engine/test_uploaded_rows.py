@@ -21,10 +21,12 @@ from trt_kvcache._util import in_threads  # noqa: E402
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
 from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
+from trt_kvcache.checkpoint.quantized.offset_blocks import PLANES as OFFSET_PLANES, OffsetBlocks  # noqa: E402
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks  # noqa: E402
 from trt_kvcache.dtypes import numpy_dtype  # noqa: E402
-from trt_kvcache.torch_engine import checkpoint_tensors, super_block_rows, uploaded_rows  # noqa: E402
+from trt_kvcache.torch_engine import checkpoint_tensors, offset_block_rows, super_block_rows, uploaded_rows  # noqa: E402
 from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors  # noqa: E402
+from trt_kvcache.torch_engine.offset_block_rows import dequantized_offset_blocks  # noqa: E402
 from trt_kvcache.torch_engine.super_block_rows import dequantized_super_blocks  # noqa: E402
 from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
 from trt_kvcache.torch_engine.uploaded_rows import UploadedRows, dequantized, joined_rows  # noqa: E402
@@ -123,13 +125,41 @@ def test_super_blocks_that_the_dtype_cannot_hold(kind):
     assert dequantized_super_blocks(whole, torch.bfloat16, Upload(torch.device("cpu"))) is None
 
 
+def offset_blocks(kind, scales):
+    """Random blocks with scales ``[rows, blocks, 2]``: of values and of minimums, if the type has any."""
+    nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    stored = np.random.default_rng(2).integers(0, 256, (*scales.shape[:2], nbytes)).astype(np.uint8)
+    floats = scales[..., :1] if kind == "Q5_0" else scales
+    stored[..., : 2 * floats.shape[-1]] = np.ascontiguousarray(floats).view(np.uint8)
+    return OffsetBlocks(kind=kind, stored=stored.reshape(len(stored), -1))
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize("kind", OFFSET_PLANES)
+def test_offset_blocks(monkeypatch, kind, dtype, device):
+    monkeypatch.setattr(offset_block_rows, "ON_DEVICE", 5 * 96)
+    scales = (np.random.default_rng(1).standard_normal((37, 3, 2)) * 0.01).astype(np.float16)
+    scales[0, 0], scales[1, 1], scales[2] = (6e-8, -6e-8), (0.0, -0.0), 2000.0
+    matrix = offset_blocks(kind, scales)
+    expected = gguf.quants.dequantize(matrix.stored, gguf.GGMLQuantizationType[kind]).astype(numpy_dtype(dtype))
+    check(dequantized_offset_blocks(matrix, getattr(torch, dtype), Upload(torch.device(device))), expected)
+
+
+@pytest.mark.parametrize("kind", OFFSET_PLANES)
+def test_offset_blocks_that_the_dtype_cannot_hold(kind):
+    matrix = offset_blocks(kind, np.full((3, 2, 2), 6e4, np.float16))
+    assert dequantized_offset_blocks(matrix, torch.float16, Upload(torch.device("cpu"))) is None
+    assert dequantized_offset_blocks(matrix, torch.bfloat16, Upload(torch.device("cpu"))) is not None
+
+
 @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
 class TestCheckpoint:
     """A file whose q and k have their rows in another order than transformers', and whose head is its embedding in one case."""
 
     @pytest.fixture(params=[False, True], ids=["untied", "tied"])
     def checkpoint(self, tmp_path, request):
-        types = {"embed_tokens": "Q4_K", "gate_proj": "Q8_0", "q_proj": "Q4_0", "up_proj": "Q5_K"}
+        types = {"embed_tokens": "Q4_K", "gate_proj": "Q8_0", "q_proj": "Q4_0", "k_proj": "Q4_1", "up_proj": "Q5_K", "o_proj": "Q5_0"}
         write_q4_k_m(tmp_path / "model", types, tie_word_embeddings=request.param)
         with Checkpoint.open(tmp_path / "model") as checkpoint:
             yield checkpoint

@@ -15,6 +15,7 @@ from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.weight_parts import expert_tensors
 from trt_kvcache.torch_engine.kernel_variants import packed_variants
+from trt_kvcache.torch_engine.offset_block_rows import dequantized_offset_blocks
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.packing import packed_weight, rounded_weight
@@ -59,11 +60,12 @@ class CheckpointTensors:
     def _dequantized(self, name: str) -> torch.Tensor | None:
         """Return a quantized tensor, dequantized on the device; None for others, and for values that the host refuses."""
         stored, dtype = self._stored(name), getattr(torch, self._dtype)
-        if stored is None:
-            return None
+        if isinstance(stored, QuantizedWeight):
+            return dequantized(stored, dtype, self._upload)
         if isinstance(stored, SuperBlocks):
             return dequantized_super_blocks(stored, dtype, self._upload)
-        return dequantized(stored, dtype, self._upload)
+        offset = self._checkpoint.offset_blocks(name)
+        return None if offset is None else dequantized_offset_blocks(offset, dtype, self._upload)
 
     def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""
