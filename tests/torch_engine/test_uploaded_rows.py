@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import ml_dtypes
 import numpy as np
@@ -20,8 +22,8 @@ from trt_kvcache import Checkpoint, HostMemory  # noqa: E402
 from trt_kvcache._util import in_threads  # noqa: E402
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
-from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
 from trt_kvcache.checkpoint.quantized.offset_blocks import PLANES as OFFSET_PLANES, OffsetBlocks  # noqa: E402
+from trt_kvcache.checkpoint.quantized.registry import quantized_format  # noqa: E402
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks  # noqa: E402
 from trt_kvcache.dtypes import numpy_dtype  # noqa: E402
 from trt_kvcache.torch_engine import checkpoint_tensors, offset_block_rows, super_block_rows, uploaded_rows  # noqa: E402
@@ -33,8 +35,13 @@ from trt_kvcache.torch_engine.uploaded_rows import UploadedRows, dequantized, jo
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-WEIGHTS = {**{name: make for name, (make, _, _) in PACKED.items()}, **NOT_PACKED}
-WEIGHTS["FP8 by tensor"] = lambda: of(made.floats(None, None, scalar=True), ModelOpt(made.modelopt("FP8")))
+WEIGHTS = {name: make for name, (make, _, _) in PACKED.items()} | NOT_PACKED
+
+
+def published(case):
+    """A weight of each way in which a checkpoint of these rules is made, with groups that end early among them."""
+    quantize, config = made.ALL_CASES[case]
+    return of(quantize, quantized_format({"quantization_config": config}, Path("nowhere")), (48, 96))
 
 
 def bits(array):
@@ -54,6 +61,15 @@ def check(found, expected):
 def test_values_are_those_of_the_host(monkeypatch, case, dtype, device):
     monkeypatch.setattr(uploaded_rows, "ON_DEVICE", 7 * SHAPE[1])  # parts that begin within the elements of AWQ and with an odd row
     weight = WEIGHTS[case]()
+    check(dequantized(weight, getattr(torch, dtype), Upload(torch.device(device))), weight.dequantized(dtype))
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize("case", made.ALL_CASES)
+def test_values_of_published_formats_are_those_of_the_host(monkeypatch, case, dtype, device):
+    monkeypatch.setattr(uploaded_rows, "ON_DEVICE", 7 * 96)
+    weight = published(case)
     check(dequantized(weight, getattr(torch, dtype), Upload(torch.device(device))), weight.dequantized(dtype))
 
 
