@@ -157,8 +157,8 @@ class ModelConfig:
         Returns
         -------
         dict or None
-            :meth:`RopeConfig.at_length`; where attention layers differ, ``ropes`` and for each which of them it has. None for a model
-            without.
+            :meth:`RopeConfig.at_length`. If attention layers differ, ``ropes`` has each variant once, and ``layers`` the index of the
+            variant of each attention layer. None for a model without RoPE.
         """
         found = [None if mixer.rope is None else mixer.rope.at_length(length) for mixer in self.attention_layers]
         kinds = [rope for index, rope in enumerate(found) if rope not in found[:index]] or [None]
