@@ -24,8 +24,8 @@ def read_planes(blocks: Any, planes: Sequence[BitPlane], values: Any) -> None:
         stored = blocks[..., plane.first_byte : plane.first_byte + plane.nbytes].reshape(*blocks.shape[:-1], plane.parts, -1)
         fields = values.reshape(*blocks.shape[:-1], plane.parts, 8 // plane.bits, -1)
         for index in range(8 // plane.bits):
-            field = stored >> plane.bits * index & (1 << plane.bits) - 1
+            field, of_values = stored >> plane.bits * index & (1 << plane.bits) - 1, fields[..., index, :]
             if plane.first_bit:
-                fields[..., index, :] |= field << plane.first_bit
+                of_values |= field << plane.first_bit
             else:
-                fields[..., index, :] = field
+                of_values[:] = field
