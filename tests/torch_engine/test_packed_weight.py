@@ -180,6 +180,25 @@ def test_values_that_the_dtype_cannot_hold_are_not_packed():
     check_values(packed_weight(weight, "bfloat16"), weight.dequantized("bfloat16"))
 
 
+def test_values_that_the_dtype_cannot_hold_because_of_a_zero_point_are_not_packed():
+    """Values of 8 bits reach 128 from a zero point in the middle, and 255 from one at an end."""
+    weight = gptq(bits=8, group_size=64)
+    large = replace(weight, scales=replace(weight.scales, stored=np.full(weight.scales.stored.shape, 300, np.float16)))
+    zeros = replace(weight.zero_points, added=0, stored=np.zeros_like(weight.zero_points.stored))
+    assert packed_parts([replace(large, zero_points=zeros)], "float16") is None
+    middle = replace(zeros, stored=np.full_like(zeros.stored, 0x80808080 - (1 << 32)))
+    assert packed_weight(replace(large, zero_points=middle), "float16").zero_points is None
+    check_values(packed_weight(replace(large, zero_points=zeros), "bfloat16"), replace(large, zero_points=zeros).dequantized("bfloat16"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_unsigned_values_without_zero_points(bits):
+    weight = replace(gptq(bits=bits, group_size=64), zero_points=None)
+    packed = packed_weight(weight, "bfloat16")
+    assert packed.zero_points is not None
+    check_values(packed, weight.dequantized("bfloat16"))
+
+
 def test_a_scale_that_is_not_finite_is_not_packed():
     weight = rounded_to_nearest(matrix(), "int8", "float16")
     weight.scales.stored[3, 0] = np.nan
@@ -292,8 +311,7 @@ class TestStack:
 def test_many_rows_are_packed_in_parts(monkeypatch):
     weight = rounded_to_nearest(matrix((88, 256)), "int4", "float16")
     expected = packed_weight(weight, "float16").values
-    monkeypatch.setattr(packing, "_ON_DEVICE", 40 * 256)
-    monkeypatch.setattr(packing, "_OF_A_THREAD", 5 * 256)
+    monkeypatch.setattr(packing, "ON_DEVICE", 40 * 256)
     assert torch.equal(packed_weight(weight, "float16").values, expected)
 
 
@@ -316,7 +334,7 @@ class TestRoundedOnTheDevice:
     @pytest.mark.parametrize("shape", [(48, 256), (40, 200), (3, 8)])
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
     def test_weights_are_those_of_the_host(self, monkeypatch, device, scheme, shape, dtype):
-        monkeypatch.setattr(packing, "_ON_DEVICE", 17 * shape[1])
+        monkeypatch.setattr(packing, "ON_DEVICE", 17 * shape[1])
         for seed in range(5):
             values = np.random.default_rng(seed).normal(0, 0.02, shape).astype(np.float32)
             values[0] = 0

@@ -70,7 +70,7 @@ def test_rows_of_a_fused_tensor(kind):
 @KINDS
 def test_many_rows_are_packed_in_parts(kind, monkeypatch):
     array = stored(kind, (88, 256))
-    monkeypatch.setattr(super_block_weight, "_ON_DEVICE", 20 * 256)
+    monkeypatch.setattr(super_block_weight, "ON_DEVICE", 20 * 256)
     check(packed(kind, array), values_of(kind, array))
 
 

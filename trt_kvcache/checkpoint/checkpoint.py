@@ -23,6 +23,7 @@ from trt_kvcache.checkpoint.kv_scales import LayerScales, read_kv_scales
 from trt_kvcache.checkpoint.model_files import CONFIG_FILE, ModelFiles
 from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
 from trt_kvcache.checkpoint.quantized.gguf import GGUF
+from trt_kvcache.checkpoint.quantized.offset_blocks import OffsetBlocks
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import RoundedWeight, rounded_weights
@@ -360,6 +361,27 @@ class Checkpoint:
         """
         file = self._gguf_file(name)
         return None if file is None else file.super_blocks(name)
+
+    def offset_blocks(self, name: str) -> OffsetBlocks | None:
+        """Return a matrix in Q4_1, Q5_0 or Q5_1 as a GGUF file stores it: :meth:`tensor` returns its values.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Returns
+        -------
+        OffsetBlocks or None
+            None for other formats, and where :meth:`super_blocks` returns None.
+
+        Raises
+        ------
+        ClosedError
+            The checkpoint is closed.
+        """
+        file = self._gguf_file(name)
+        return None if file is None else file.offset_blocks(name)
 
     def _gguf_file(self, name: str) -> GGUFWeights | None:
         """Return the GGUF file of a tensor that is neither quantized otherwise, nor rounded, nor has a merged adapter."""

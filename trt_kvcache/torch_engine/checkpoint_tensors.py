@@ -15,11 +15,19 @@ from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.weight_parts import expert_tensors
 from trt_kvcache.torch_engine.kernel_variants import packed_variants
+from trt_kvcache.torch_engine.offset_block_rows import dequantized_offset_blocks
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.packing import packed_weight, rounded_weight
+from trt_kvcache.torch_engine.super_block_rows import dequantized_super_blocks
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
 from trt_kvcache.torch_engine.upload import Upload
+from trt_kvcache.torch_engine.uploaded_rows import dequantized
+
+
+def dequantizes(device: torch.device) -> bool:
+    """Return True if a device dequantizes faster than NumPy: all but a CPU, on whose caches the parts of NumPy's arrays are cut."""
+    return str(device.type) != "cpu"
 
 
 class CheckpointTensors:
@@ -41,9 +49,23 @@ class CheckpointTensors:
 
     def load(self, name: str) -> torch.Tensor:
         """Return a tensor. Its values are rounded once, or not at all: tensors of routers are float32."""
+        is_exact = name in self._rounded.exact
+        found = self._dequantized(name) if not is_exact and dequantizes(self._upload.device) else None
+        if found is not None:
+            self._rounded.count(name)
+            return found
         values = self._rounded(name)
-        dtype = np.float32 if name in self._rounded.exact else self._rounded.dtype
-        return self._upload(values.astype(dtype, copy=False))
+        return self._upload(values.astype(np.float32 if is_exact else self._rounded.dtype, copy=False))
+
+    def _dequantized(self, name: str) -> torch.Tensor | None:
+        """Return a quantized tensor, dequantized on the device; None for others, and for values that the host refuses."""
+        stored, dtype = self._stored(name), getattr(torch, self._dtype)
+        if isinstance(stored, QuantizedWeight):
+            return dequantized(stored, dtype, self._upload)
+        if isinstance(stored, SuperBlocks):
+            return dequantized_super_blocks(stored, dtype, self._upload)
+        offset = self._checkpoint.offset_blocks(name)
+        return None if offset is None else dequantized_offset_blocks(offset, dtype, self._upload)
 
     def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""
@@ -63,16 +85,18 @@ class CheckpointTensors:
         return rounded_weight(chosen, scheme, scales_dtype, self._dtype, self._upload, self._memory)
 
     def _packed_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
-        if self._last[0] != name:  # reading may round all of it, or bring its rows into another order
-            self._last = name, self._stored(name)
-        weight = self._last[1]
+        weight = self._stored(name)
         if weight is None:
             return None
-        if isinstance(weight, SuperBlocks):
-            return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
-        return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
+        if isinstance(weight, QuantizedWeight):
+            return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
+        if name in self._experts:  # whose kernels do not know super-blocks
+            return None
+        return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
 
     def _stored(self, name: str) -> QuantizedWeight | SuperBlocks | None:
-        """Return a weight as it is stored. The kernels for experts do not know super-blocks."""
-        quantized = self._checkpoint.quantized_weight(name)
-        return self._checkpoint.super_blocks(name) if quantized is None and name not in self._experts else quantized
+        """Return a weight as it is stored; None if it is not quantized. The last one is kept."""
+        if self._last[0] != name:  # reading may round all of it, or bring its rows into another order
+            quantized = self._checkpoint.quantized_weight(name)
+            self._last = name, self._checkpoint.super_blocks(name) if quantized is None else quantized
+        return self._last[1]

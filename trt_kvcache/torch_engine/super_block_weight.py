@@ -5,31 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from trt_kvcache._util.in_threads import for_each, row_slices
-from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks, factors_of, scales_of, values_of
+from trt_kvcache._util.in_threads import row_slices
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS, count_tiles
 from trt_kvcache.kernels.packed_tensors import SuperBlockTensors
-from trt_kvcache.kernels.super_block_layout import (
-    FACTORS,
-    HIGH_BITS,
-    MIDDLES,
-    SCALE_INPUTS,
-    SUPER_BLOCK,
-    fragment_nbytes,
-)
+from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, fragment_nbytes
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_places import unpack_rows
 from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks, unpack_scales, unpack_super_blocks
+from trt_kvcache.torch_engine.super_block_rows import SuperBlockRows
 from trt_kvcache.torch_engine.upload import Upload
-
-#: Values on the device at a time that are not packed yet, and those that a thread unpacks at a time.
-_ON_DEVICE, _OF_A_THREAD = 1 << 24, 1 << 18
+from trt_kvcache.torch_engine.uploaded_rows import ON_DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +39,17 @@ class SuperBlockWeight(PackedMatrix):
     def of(cls, stored: SuperBlocks, dtype: str, upload: Upload, memory: Memory) -> SuperBlockWeight | None:
         """Return the matrix on the device of ``memory``, to which ``upload`` copies; None if ``dtype`` cannot hold its values."""
         kind, (outputs, inputs), blocks = stored.kind.lower(), stored.shape, stored.blocks()
-        factors, scales = factors_of(blocks, stored.kind), scales_of(blocks, stored.kind)
+        values = torch.empty(
+            (count_tiles(outputs), inputs // FRAGMENT_INPUTS * fragment_nbytes(kind)), dtype=torch.uint8, device=upload.device
+        )
+        parts = []
+        for rows in row_slices(outputs, inputs, ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
+            some = SuperBlockRows.of(blocks[rows], stored.kind, upload)
+            values[rows.start // FRAGMENT_OUTPUTS : count_tiles(rows.stop)] = pack_super_blocks(some.values, kind)
+            parts.append((some.scales, some.factors))
+        scales, factors = (torch.cat(of_rows) for of_rows in zip(*parts, strict=True))
         if not _bound(factors, kind) <= torch.finfo(getattr(torch, dtype)).max:
             return None
-        fragments_nbytes = inputs // FRAGMENT_INPUTS * fragment_nbytes(kind)
-        values = torch.empty((count_tiles(outputs), fragments_nbytes), dtype=torch.uint8, device=upload.device)
-        for rows in row_slices(outputs, inputs, _ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
-            tiles = slice(rows.start // FRAGMENT_OUTPUTS, count_tiles(rows.stop))
-            values[tiles] = pack_super_blocks(upload(_values(blocks[rows], stored.kind)), kind)
         return cls(
             dtype=getattr(torch, dtype),
             memory=memory,
@@ -64,8 +57,8 @@ class SuperBlockWeight(PackedMatrix):
             outputs=outputs,
             inputs=inputs,
             values=values,
-            scales=pack_scales(upload(scales)),
-            factors=pack_factors(upload(factors)),
+            scales=pack_scales(scales),
+            factors=pack_factors(factors),
         )
 
     @cached_property
@@ -81,33 +74,19 @@ class SuperBlockWeight(PackedMatrix):
 
     def dequantized(self) -> torch.Tensor:
         """See :class:`PackedMatrix`."""
-        exact = unpack_super_blocks(self.values, self.kind, self.outputs, self.inputs).float() - MIDDLES[self.kind]
-        factors = torch.stack([unpack_rows(self.factors[..., index], self.outputs) for index in range(FACTORS[self.kind])]).float()
-        scales = unpack_scales(self.scales, self.outputs)
-        per_scale, per_factor = SCALE_INPUTS[self.kind], SUPER_BLOCK // SCALE_INPUTS[self.kind]
-        of_groups = factors.repeat_interleave(per_factor, dim=-1)
-        if self.kind == "q6_k":
-            scale = of_groups[0] * scales.reshape(self.outputs, -1).view(torch.int8).float()
-            return (exact * scale.repeat_interleave(per_scale, dim=-1)).to(self.dtype)
-        scale, minimum = (one.repeat_interleave(per_scale, dim=-1) for one in of_groups * scales.permute(2, 0, 1).float())
-        return (exact * scale - minimum).to(self.dtype)
+        rows = SuperBlockRows(
+            values=unpack_super_blocks(self.values, self.kind, self.outputs, self.inputs),
+            scales=unpack_scales(self.scales, self.outputs),
+            factors=torch.stack([unpack_rows(self.factors[..., index], self.outputs) for index in range(FACTORS[self.kind])], dim=-1),
+        )
+        return rows.dequantized(self.kind, self.dtype)
 
 
-def _values(blocks: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.uint8]:
-    """Return the quantized values of some rows of a file."""
-    values = np.empty((len(blocks), blocks.shape[1] * SUPER_BLOCK), np.uint8)
-
-    def unpack(rows: slice) -> None:
-        values[rows] = values_of(blocks[rows], kind)
-
-    for_each(unpack, row_slices(len(values), values.shape[1], _OF_A_THREAD))
-    return values
-
-
-def _bound(factors: npt.NDArray[np.float16], kind: str) -> float:
+def _bound(factors: torch.Tensor, kind: str) -> float:
     """Return a bound of the magnitudes of values; not a finite number if a factor is none."""
     largest = (128 * 32,) if kind == "q6_k" else (63 * ((16 << HIGH_BITS[kind]) - 1), 63)
-    return float((np.abs(factors.astype(np.float64)) * largest).sum(axis=-1).max(initial=0))
+    bounds = factors.double().abs() * torch.tensor(largest, dtype=torch.float64, device=factors.device)
+    return float(bounds.sum(dim=-1).amax())
 
 
 def joined_super_blocks(first: SuperBlockWeight, second: SuperBlockWeight) -> SuperBlockWeight | None:

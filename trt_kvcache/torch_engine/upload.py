@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from trt_kvcache._util.in_threads import for_each, row_slices
-from trt_kvcache.dtypes import dtype_name
 
 #: Bytes of a pinned buffer.
 _STAGE = 32 << 20
@@ -43,7 +42,7 @@ class Upload:
 
     def __call__(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """Return an array on the device. torch does not know NumPy's bfloat16, so bytes are copied."""
-        tensor = torch.empty(values.shape, dtype=getattr(torch, dtype_name(values.dtype)), device=self.device)
+        tensor = torch.empty(values.shape, dtype=getattr(torch, values.dtype.name), device=self.device)
         source: _Bytes = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         target = tensor.reshape(-1).view(torch.uint8)
         if self.device.type == "cpu":
@@ -53,6 +52,10 @@ class Upload:
             for rows in row_slices(len(source), 1, self._stage_nbytes):
                 self._copy_staged(target[rows], source[rows])
         return tensor
+
+    def empty_bytes(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return bytes on the device, not written yet."""
+        return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def _copy_staged(self, target: torch.Tensor, source: _Bytes) -> None:
         if len(self._stages) < 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from trt_kvcache.checkpoint.gguf.header import StoredBlocks
 from trt_kvcache.checkpoint.gguf.model import GGUFModel
 from trt_kvcache.checkpoint.gguf.model_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, num_layers
 from trt_kvcache.checkpoint.quantized.gguf import TYPES
+from trt_kvcache.checkpoint.quantized.offset_blocks import PLANES as OFFSET_PLANES, OffsetBlocks
 from trt_kvcache.checkpoint.quantized.super_blocks import SUPER_BLOCK_NBYTES, SuperBlocks
 from trt_kvcache.checkpoint.safetensors_file import StoredTensor
 from trt_kvcache.errors import CheckpointError
@@ -101,18 +102,29 @@ class GGUFWeights:
 
     def super_block_type(self, name: str) -> str | None:
         """Return Q4_K, Q5_K or Q6_K of a matrix; None for other types, and where values or columns are changed."""
-        source = self._sources[name]
-        kind = source.blocks[0].kind
-        return kind if kind in SUPER_BLOCK_NBYTES and len(source.shape) == 2 and not source.changes_values else None
+        return self._type_of_matrix(name, SUPER_BLOCK_NBYTES)
 
     def super_blocks(self, name: str) -> SuperBlocks | None:
         """Return a matrix that has a :meth:`super_block_type` as it is stored; None for others."""
-        source, kind = self._sources[name], self.super_block_type(name)
-        if kind is None:
-            return None
+        kind = self.super_block_type(name)
+        return None if kind is None else SuperBlocks(kind=kind, stored=self._stored_matrix(name))
+
+    def offset_blocks(self, name: str) -> OffsetBlocks | None:
+        """Return a matrix in Q4_1, Q5_0 or Q5_1 as it is stored; None for others, and where values or columns are changed."""
+        kind = self._type_of_matrix(name, OFFSET_PLANES)
+        return None if kind is None else OffsetBlocks(kind=kind, stored=self._stored_matrix(name))
+
+    def _type_of_matrix(self, name: str, types: Collection[str]) -> str | None:
+        source = self._sources[name]
+        kind = source.blocks[0].kind
+        return kind if kind in types and len(source.shape) == 2 and not source.changes_values else None
+
+    def _stored_matrix(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of the rows of a matrix in transformers' order."""
+        source = self._sources[name]
         parts = [_stored(one) for one in source.blocks]
         array = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return SuperBlocks(kind=kind, stored=array if source.rows is None else array[source.rows])
+        return array if source.rows is None else array[source.rows]
 
     def _log_of_a(self, a: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
         if not (a < 0).all():

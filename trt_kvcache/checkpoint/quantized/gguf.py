@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.checkpoint.quantized.bit_planes import BitPlane, read_planes
 from trt_kvcache.checkpoint.quantized.format import Arrays, QuantizedFormat, StoredPart, groups_of
 from trt_kvcache.checkpoint.quantized.quantized_values import VALUE_BITS, QuantizedValues
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
@@ -23,21 +24,30 @@ TYPES = {"Q8_0": "int8", "Q4_0": "int4", "MXFP4": "e2m1"}
 _SCALE_BYTES = {"int8": 2, "int4": 2, "e2m1": 1}
 _BLOCK_BYTES = {kind: scale + BLOCK * VALUE_BITS[kind] // 8 for kind, scale in _SCALE_BYTES.items()}
 
+#: Places of the values in a block: int8 in order; of 4 bits the first 16 in the low nibbles, then in the high ones.
+_PLANES = {kind: (BitPlane(scale, BLOCK * VALUE_BITS[kind] // 8, parts=1, bits=VALUE_BITS[kind]),) for kind, scale in _SCALE_BYTES.items()}
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockValues(QuantizedValues):
-    """Quantized values after the scale of each block: int8 in order; of 4 bits the first 16 in the low nibbles, then in the high ones."""
+    """Quantized values after the scale of each block."""
 
-    def unpacked(self, rows: slice = slice(None)) -> npt.NDArray[Any]:
-        """Return one value an element: see :class:`QuantizedValues`."""
+    def bytes_of(self, rows: slice) -> npt.NDArray[np.uint8]:
+        """Return the blocks of rows, ``[rows, blocks, bytes]``: see :class:`QuantizedValues`."""
         stored = self.stored[rows]
-        blocks = stored.reshape(len(stored), self.shape[1] // BLOCK, -1)[:, :, _SCALE_BYTES[self.kind] :]
-        if self.kind == "int8":
-            whole: npt.NDArray[Any] = blocks.reshape(len(stored), self.shape[1]).view(np.int8)
-            return whole
-        nibbles = np.concatenate([blocks & 15, blocks >> 4], axis=2).reshape(len(stored), self.shape[1])
-        values: npt.NDArray[Any] = nibbles if self.kind == "e2m1" else nibbles.view(np.int8) - np.int8(8)
-        return values
+        return stored.reshape(len(stored), self.shape[1] // BLOCK, -1)
+
+    def separated(self, stored: Any, rows: slice, empty: Callable[[tuple[int, ...]], Any]) -> Any:
+        """Return one value an element: see :class:`QuantizedValues`."""
+        values = empty((*stored.shape[:2], BLOCK))
+        read_planes(stored, _PLANES[self.kind], values)
+        if self.kind == "int4":
+            values -= 8
+        return values.reshape(len(stored), -1)
+
+    def scale_bytes(self, stored: Any) -> Any:
+        """Return the bytes of the scales of :meth:`bytes_of`, ``[rows, blocks, bytes]``, in an array of NumPy or a tensor of torch."""
+        return stored[..., : _SCALE_BYTES[self.kind]]
 
 
 class GGUF(QuantizedFormat):
@@ -65,11 +75,9 @@ class GGUF(QuantizedFormat):
         stored = arrays["weight"]
         blocks = groups_of(module, shape[1], BLOCK)
         kind = self._kinds[stored.shape[1] // blocks]
-        parts = np.ascontiguousarray(stored.reshape(shape[0], blocks, -1)[:, :, : _SCALE_BYTES[kind]])
-        scales = parts.view(ml_dtypes.float8_e8m0fnu if kind == "e2m1" else np.float16)[..., 0]
-        return QuantizedWeight(
-            quantized_values=BlockValues(stored=stored, kind=kind, shape=shape), scales=Scales(stored=scales, block=(1, BLOCK))
-        )
+        values = BlockValues(stored=stored, kind=kind, shape=shape)
+        scales = values.scale_bytes(values.bytes_of(slice(None))).view(ml_dtypes.float8_e8m0fnu if kind == "e2m1" else np.float16)[..., 0]
+        return QuantizedWeight(quantized_values=values, scales=Scales(stored=scales, block=(1, BLOCK)))
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that decide how the tensors are read."""

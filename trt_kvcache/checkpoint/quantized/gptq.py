@@ -85,7 +85,9 @@ class GPTQ(QuantizedFormat):
         kind, group_size = f"uint{settings.bits}", settings.group_size or inputs
         added = 1 if self.version == "gptq" else 0
         groups = -(-inputs // group_size)
-        zero_points = QuantizedValues(stored=arrays["qzeros"].T, kind=kind, shape=(outputs, groups), packed_axis="rows", added=added)
+        zero_points = QuantizedValues(
+            stored=arrays["qzeros"], kind=kind, shape=(outputs, groups), is_transposed=True, packed_axis="rows", added=added
+        )
         if settings.is_symmetric:
             self._check_zero_points(module, zero_points, middle=1 << (settings.bits - 1))
         return QuantizedWeight(

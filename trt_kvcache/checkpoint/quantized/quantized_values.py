@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,6 @@ VALUE_BITS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "e4m3": 8, "e2m1": 4
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1_VALUES = np.concatenate([E2M1_VALUES, -E2M1_VALUES])
 E2M1_VALUES.flags.writeable = False
-
-_UNSIGNED = {1: np.uint8, 4: np.uint32}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,32 +38,48 @@ class QuantizedValues:
 
     def unpacked(self, rows: slice = slice(None)) -> npt.NDArray[Any]:
         """Return rows ``[rows, columns]``, one value an element: int8 or uint8; e4m3 of ml_dtypes; bits of e2m1 as uint8."""
-        start, stop, _ = rows.indices(self.shape[0])
-        bits = VALUE_BITS[self.kind]
-        together = self.stored.dtype.itemsize * 8 // bits
-        by_rows = together if self.packed_axis == "rows" else 1
-        words = slice(start // by_rows, -(-stop // by_rows))
-        stored = self.stored[:, words] if self.is_transposed else self.stored[words]
+        stored = self.bytes_of(rows)
         if self.kind == "e4m3":
-            return (stored.T if self.is_transposed else stored).view(ml_dtypes.float8_e4m3fn)
-        axis = 0 if (self.packed_axis == "rows") ^ self.is_transposed else 1
-        values = self._separate(stored.view(_UNSIGNED[stored.dtype.itemsize]), bits, together, axis)
-        values = values.T if self.is_transposed else values
-        first = start - words.start * by_rows
-        return values[first : first + stop - start, : self.shape[1]]
+            return (stored[..., 0].T if self.is_transposed else stored[..., 0]).view(ml_dtypes.float8_e4m3fn)
+        values: npt.NDArray[np.uint8] = self.separated(stored, rows, lambda shape: np.empty(shape, np.uint8))
+        return values.view(np.int8) if self.kind in ("int4", "int8") else values
 
-    def _separate(self, words: npt.NDArray[Any], bits: int, together: int, axis: int) -> npt.NDArray[Any]:
-        """Return the values of each word next to each other along ``axis``, as integers of their signedness."""
-        places = np.arange(together) if self.order is None else np.array(self.order)
-        shifts = (places * bits).astype(words.dtype)
-        spread = (words[:, None, :] >> shifts[:, None]) if axis == 0 else (words[:, :, None] >> shifts)
-        shape = (words.shape[0] * together, words.shape[1]) if axis == 0 else (words.shape[0], words.shape[1] * together)
-        mask = (1 << bits) - 1
-        values: npt.NDArray[Any] = (spread.astype(np.uint8).reshape(shape) + np.uint8(self.added)) & np.uint8(mask)
-        if self.kind in ("int4", "int8"):
-            sign = np.uint8(1 << (bits - 1))
-            values = ((values ^ sign) - sign).view(np.int8)
-        return values
+    def bytes_of(self, rows: slice) -> npt.NDArray[np.uint8]:
+        """Return the bytes of the stored elements that contain rows, ``[..., ..., bytes of an element]``, over the same memory."""
+        start, stop, _ = rows.indices(self.shape[0])
+        elements = slice(start // self._rows_together, -(-stop // self._rows_together))
+        stored = self.stored[:, elements] if self.is_transposed else self.stored[elements]
+        return stored.view(np.uint8).reshape(*stored.shape, self.stored.dtype.itemsize)
+
+    def separated(self, stored: Any, rows: slice, empty: Callable[[tuple[int, ...]], Any]) -> Any:
+        """Return the values ``[rows, columns]`` of :meth:`bytes_of` modulo 256.
+
+        All are arrays of NumPy, or tensors of torch, of uint8, as ``empty(shape)`` makes them.
+        """
+        first, second, nbytes = stored.shape
+        bits = VALUE_BITS[self.kind]
+        mask, together = (1 << bits) - 1, 8 * nbytes // bits
+        by_first = (self.packed_axis == "rows") ^ self.is_transposed
+        values = empty((first, together, second) if by_first else (first, second, together))
+        of_places = values.swapaxes(1, 2) if by_first else values
+        for index, place in enumerate(self.order or range(together)):
+            byte, shift = divmod(place * bits, 8)
+            of_places[..., index] = stored[..., byte] >> shift & mask
+        if self.added:
+            values += self.added
+            values &= mask
+        if self.kind == "int4":  # its sign is that of the highest of 4 bits
+            values ^= 8
+            values -= 8
+        values = values.reshape(first * together, second) if by_first else values.reshape(first, second * together)
+        start, stop, _ = rows.indices(self.shape[0])
+        skipped = start % self._rows_together
+        return (values.T if self.is_transposed else values)[skipped : skipped + stop - start, : self.shape[1]]
+
+    @property
+    def _rows_together(self) -> int:
+        """Rows of an element."""
+        return self.stored.dtype.itemsize * 8 // VALUE_BITS[self.kind] if self.packed_axis == "rows" else 1
 
     def as_float32(self, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
         """Return rows as float32 ``[rows, columns]`` before scaling, in new memory."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from trt_kvcache.checkpoint.quantized.bit_planes import BitPlane, read_planes
 
 #: Inputs of a super-block.
 SUPER_BLOCK = 256
@@ -16,6 +19,13 @@ SUPER_BLOCK_NBYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 
 #: Inputs of a scale of each type.
 SCALE_INPUTS = {"Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
+
+#: Places of the values in a super-block of each type.
+PLANES = {
+    "Q4_K": (BitPlane(16, 128, parts=4, bits=4),),
+    "Q5_K": (BitPlane(48, 128, parts=4, bits=4), BitPlane(16, 32, parts=1, bits=1, first_bit=4)),
+    "Q6_K": (BitPlane(0, 128, parts=2, bits=4), BitPlane(128, 64, parts=2, bits=2, first_bit=4)),
+}
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,43 +62,28 @@ class SuperBlocks:
         return whole.reshape(len(whole), -1, SUPER_BLOCK_NBYTES[self.kind])
 
 
-def factors_of(blocks: Bytes, kind: str) -> npt.NDArray[np.float16]:
-    """Return the factor of scales, and that of minimums if there are any, ``[out, super-blocks, 1 or 2]``."""
-    place = blocks[:, :, -_FACTOR_BYTES:] if kind == "Q6_K" else blocks[:, :, : 2 * _FACTOR_BYTES]
-    return np.ascontiguousarray(place).view("<f2")
+def factors_of(blocks: Any, kind: str) -> Any:
+    """Return the bytes of the factor of scales, and of that of minimums if there are any, ``[out, super-blocks, 2 or 4]``, float16."""
+    return blocks[:, :, -_FACTOR_BYTES:] if kind == "Q6_K" else blocks[:, :, : 2 * _FACTOR_BYTES]
 
 
-def scales_of(blocks: Bytes, kind: str) -> Bytes:
-    """Return two bytes for each 32 inputs, ``[out, in / 32, 2]``: a scale and a minimum, or in Q6_K (int8) two scales of 16 inputs."""
-    outputs = len(blocks)
+def read_scales(blocks: Any, kind: str, scales: Any) -> None:
+    """Write two bytes for each 32 inputs to ``scales [out, in / 32, 2]``: a scale and a minimum, or in Q6_K (int8) two scales of 16 inputs.
+
+    All are arrays of NumPy, or tensors of torch.
+    """
+    of_blocks = scales.reshape(*blocks.shape[:2], 8, 2)
     if kind == "Q6_K":
-        return np.ascontiguousarray(blocks[:, :, -_FACTOR_BYTES - 16 : -_FACTOR_BYTES]).reshape(outputs, -1, 2)
-    stored = blocks[:, :, 2 * _FACTOR_BYTES :][:, :, :_SCALE_BYTES].reshape(outputs, -1, 3, 4)
-    scales, minimums, rest = (stored[:, :, index] for index in range(3))
-    # The first four have 6 bits in their byte; of the last four, 4 bits are in `rest`, and 2 above those 6.
-    last_scales, last_minimums = rest & 15 | scales >> 6 << 4, rest >> 4 | minimums >> 6 << 4
-    both = np.stack([np.concatenate([scales & 63, last_scales], axis=-1), np.concatenate([minimums & 63, last_minimums], axis=-1)], axis=-1)
-    return both.reshape(outputs, -1, 2)
+        of_blocks[:] = blocks[:, :, -_FACTOR_BYTES - 16 : -_FACTOR_BYTES].reshape(of_blocks.shape)
+        return
+    stored = blocks[:, :, 2 * _FACTOR_BYTES :][:, :, :_SCALE_BYTES].reshape(*blocks.shape[:2], 3, 4)
+    both, rest = (stored[:, :, 0], stored[:, :, 1]), stored[:, :, 2]
+    for index, first in enumerate(both):
+        # The first four have 6 bits in their byte; of the last four, 4 bits are in `rest`, and 2 above those 6.
+        of_blocks[:, :, :4, index] = first & 63
+        of_blocks[:, :, 4:, index] = rest >> 4 * index & 15 | first >> 6 << 4
 
 
-def values_of(blocks: Bytes, kind: str) -> Bytes:
-    """Return the quantized values ``[out, in]``, 0 to 15, 31 or 63."""
-    outputs, count, _ = blocks.shape
-    if kind == "Q6_K":
-        low = _in_order(blocks[:, :, :128].reshape(outputs, count, 2, 1, 64), 4)
-        high = _in_order(blocks[:, :, 128:192].reshape(outputs, count, 2, 1, 32), 2)
-    else:
-        first = 2 * _FACTOR_BYTES + _SCALE_BYTES
-        low = _in_order(blocks[:, :, -128:].reshape(outputs, count, 4, 1, 32), 4)
-        if kind == "Q4_K":
-            return low.reshape(outputs, -1)
-        high = _in_order(blocks[:, :, first : first + 32].reshape(outputs, count, 1, 1, 32), 1)
-    values: Bytes = low.reshape(outputs, -1) | high.reshape(outputs, -1) << np.uint8(4)
-    return values
-
-
-def _in_order(stored: Bytes, bits: int) -> Bytes:
-    """Return the parts of bytes ``[..., 1, n]`` as ``[..., 8 / bits, n]``, the lowest bits first."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    found: Bytes = stored >> shifts & np.uint8((1 << bits) - 1)
-    return found
+def read_values(blocks: Any, kind: str, values: Any) -> None:
+    """Write the quantized values, 0 to 15, 31 or 63, to ``values [out, in]``: arrays of NumPy, or tensors of torch, of uint8."""
+    read_planes(blocks, PLANES[kind], values.reshape(*blocks.shape[:2], SUPER_BLOCK))

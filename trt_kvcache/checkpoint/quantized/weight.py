@@ -60,7 +60,7 @@ class QuantizedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         """Numbers of outputs and inputs."""
-        rows = self._rows
+        rows = self.stored_rows
         return rows.stop - rows.start if self.row_order is None else len(self.row_order), self.quantized_values.shape[1]
 
     @cached_property
@@ -93,7 +93,7 @@ class QuantizedWeight:
         return values
 
     def _dequantized(self, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        values = self.quantized_values.as_float32(self._rows)
+        values = self.quantized_values.as_float32(self.stored_rows)
         zero_points = self.zero_points_of_rows()
         if zero_points is not None:
             self._with_blocks(np.subtract, values, zero_points)
@@ -105,15 +105,15 @@ class QuantizedWeight:
 
     def unpacked(self) -> npt.NDArray[Any]:
         """Return the quantized values ``[out, in]``, one an element: int8 or uint8, e4m3 of ml_dtypes, bits of e2m1 as uint8."""
-        return self._in_order(self.quantized_values.unpacked(self._rows))
+        return self._in_order(self.quantized_values.unpacked(self.stored_rows))
 
     def scales_of_rows(self) -> npt.NDArray[np.float32]:
         """Return the scales of each row, ``[out, blocks of columns]``: see :meth:`Scales.values`."""
-        return self._by_row(self.scales.values(self.scales.blocks(self._rows)))
+        return self._by_row(self.scales.values(self.scales.blocks(self.stored_rows)))
 
     def stored_scales(self) -> npt.NDArray[Any] | None:
         """Return the stored scales, one for each block; None if the weight's rows are not whole blocks."""
-        height, rows = self.scales.block[0], self._rows
+        height, rows = self.scales.block[0], self.stored_rows
         if rows.start % height or self.shape[0] % height:
             return None
         stored = self.scales.stored[self.scales.blocks(rows)]
@@ -124,15 +124,16 @@ class QuantizedWeight:
 
     def zero_points_of_rows(self) -> npt.NDArray[np.float32] | None:
         """Return the zero points of each row, ``[out, blocks of columns]``, or None if there are none."""
-        return None if self.zero_points is None else self._by_row(self.zero_points.as_float32(self.scales.blocks(self._rows)))
+        return None if self.zero_points is None else self._by_row(self.zero_points.as_float32(self.scales.blocks(self.stored_rows)))
 
     @property
-    def _rows(self) -> slice:
+    def stored_rows(self) -> slice:
+        """The rows of the stored matrix that contain the weight."""
         return slice(self.first_row, self.quantized_values.shape[0] if self.num_rows is None else self.first_row + self.num_rows)
 
     def _by_row(self, of_blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the values of the blocks for each row."""
-        height, rows = self.scales.block[0], self._rows
+        height, rows = self.scales.block[0], self.stored_rows
         if height > 1:
             first = rows.start - self.scales.blocks(rows).start * height
             of_blocks = np.repeat(of_blocks, height, axis=0)[first : first + rows.stop - rows.start]
