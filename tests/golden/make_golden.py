@@ -133,8 +133,9 @@ def save_logits(folder, stored, seed):
     """Write the logits of a model for random token ids."""
     vocab_size = ModelConfig.from_dict(read(folder)).vocab_size
     input_ids = np.random.default_rng(seed).integers(0, vocab_size, LENGTHS[-1])
-    with torch.no_grad():
-        logits = stored(input_ids=torch.from_numpy(input_ids)[None], use_cache=False).logits[0, LENGTHS - 1].numpy()
+    with torch.no_grad():  # all hidden states, as transformers fails to leave some out of a Gemma 4 without per-layer embeddings
+        out = stored(input_ids=torch.from_numpy(input_ids)[None], use_cache=False, output_hidden_states=True)
+        logits = out.logits[0, LENGTHS - 1].numpy()
     small = {"input_ids": input_ids.astype(np.uint8), "lengths": LENGTHS.astype(np.uint8)}
     save_file({**small, "logits": logits}, folder / "golden.safetensors")
     print(f"{folder.name}: logits {logits.shape}, standard deviation {logits.std():.2f}")

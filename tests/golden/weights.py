@@ -88,6 +88,7 @@ SEEDS = {
     "cohere2-bias": 55,
     "gemma4": 73,
     "gemma4-bias": 74,
+    "gemma4-shared": 79,
 }
 
 #: Models with a vision tower, whose text decoders are computed like the models above: in the folder ``vision``.

@@ -19,11 +19,11 @@ ROPE = RopeConfig(kind="default", theta=100.0)
 HALF = RopeConfig(kind="linear", theta=500.0, factor=2.0, partial_rotary_factor=0.5)
 
 #: Parts of the names of norms that have an offset in :func:`mixed_model`.
-_WITH_OFFSET = (".0.", ".2.self_attn", "model.norm")
+_WITH_OFFSET = (".0.", ".2.self_attn", ".4.self_attn", "model.norm")
 
 
-def mixed_model(*head_dims: int) -> ModelConfig:
-    """Return a model of four layers whose heads are of these four sizes."""
+def mixed_model(*head_dims: int, shared: bool = True) -> ModelConfig:
+    """Return a model of four layers whose heads are of these four sizes, and with ``shared`` a fifth that reads K and V of the third."""
     sizes = ((4, 2), (6, 2), (3, 3), (4, 1))
     plain = [AttentionConfig(num_heads=q, num_kv_heads=kv, head_dim=dim, rope=ROPE) for (q, kv), dim in zip(sizes, head_dims, strict=True)]
     layers = (
@@ -64,6 +64,9 @@ def mixed_model(*head_dims: int) -> ModelConfig:
             parallel=True,
         ),
     )
+    reader = replace(plain[2], num_heads=6, rope=HALF, window=3, kv_source_layer=2, qk_norm=QkNormConfig(norm=OFFSET))
+    if shared:
+        layers += (LayerConfig(mixer=reader, mlp=MlpConfig(intermediate_size=16), input_norm=NORM, mlp_norm=NORM),)
     return ModelConfig(
         family="gemma4_text",  # which has names for all norms, and for the scale of a layer
         vocab_size=43,
@@ -170,6 +173,10 @@ def without(model: ModelConfig) -> dict[str, ModelConfig]:
         "v_norm": changed(2, v_norm_epsilon=None),
         "values_are_keys": changed(2, values_are_keys=False),
         "output_scale": changed(2, output_scale=False),
+        "shared_kv": changed(4, kv_source_layer=None),
+        "a token of the window over shared rows": changed(4, window=4),
+        "norms of heads over shared rows": changed(4, qk_norm=None),
+        "RoPE of queries over shared rows": changed(4, rope=None),
         "full_qk_norm": changed(1, qk_norm=None),
         "which activation": changed(2, mlp=replace(third.mlp, activation="gelu_tanh")),
     }

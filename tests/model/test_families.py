@@ -75,6 +75,17 @@ def test_heads_of_gemma_4_are_of_two_sizes_in_either_spelling() -> None:
     assert golden("gemma4", global_head_dim=None).layers[1].attention.head_dim == 512
 
 
+def test_the_last_layers_of_gemma_4_read_k_and_v_of_the_last_ones_of_their_types_before_them() -> None:
+    layers = golden("gemma4-shared").layers
+    assert [layer.attention.kv_source_layer for layer in layers] == [None, None, None, 1, 1, 2]
+    assert [layer.mlp.intermediate_size for layer in layers] == [44] * 3 + [88] * 3
+    assert [layer.attention.values_are_keys for layer in layers] == [False, False, True, False, False, False]
+    narrow = golden("gemma4-shared", use_double_wide_mlp=False)
+    assert {layer.mlp.intermediate_size for layer in narrow.layers} == {44}
+    alone = golden("gemma4-shared", num_kv_shared_layers=None)
+    assert {(layer.attention.kv_source_layer, layer.mlp.intermediate_size) for layer in alone.layers} == {(None, 44)}
+
+
 def test_gemma_4_without_its_optional_fields() -> None:
     model = golden("gemma4", layer_types=None, num_hidden_layers=7, rope_parameters=None)
     assert [layer.attention.window for layer in model.layers] == [6] * 5 + [None, None]
@@ -208,8 +219,13 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("gemma4", {"enable_moe_block": True}, "enable_moe_block: .* has a mixture of experts"),
         ("gemma4", {"enable_moe_block": 1}, "enable_moe_block: expected true or false, got 1"),
         ("gemma4", {"attention_k_eq_v": "yes"}, "attention_k_eq_v: expected true or false, got 'yes'"),
-        ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: .* has layers that share K and V, which is not supported"),
-        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers: expected an integer >= 0, got -1"),
+        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers: expected an integer from 0 to 3, got -1"),
+        ("gemma4", {"num_kv_shared_layers": 4}, "num_kv_shared_layers: expected an integer from 0 to 3, got 4"),
+        ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers: expected a number that leaves a layer of full_attention"),
+        ("gemma4", {"num_kv_shared_layers": True}, "num_kv_shared_layers: expected an integer, got True"),
+        ("gemma4", {"num_kv_shared_layers": 1.0}, r"num_kv_shared_layers: expected an integer, got 1\.0"),
+        ("gemma4-shared", {"use_double_wide_mlp": "no"}, "use_double_wide_mlp: expected true or false, got 'no'"),
+        ("gemma4-shared", {"intermediate_size": 2**30}, "intermediate_size: expected an integer from 1 to"),
         ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: .* has per-layer embeddings, which is not supported"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: expected null or vision"),
         ("gemma4", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types: expected full_attention for the last"),

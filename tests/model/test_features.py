@@ -111,6 +111,8 @@ def test_llama_needs_none() -> None:
                    | {"embedding_multiplier", "final_softcap"}),
         ("gemma4", {"window", "scale", "several_ropes", "several_shapes", "v_norm", "values_are_keys", "norm_rounding", "norm_places"}
                    | {"output_scale", "activation", "embedding_multiplier", "final_softcap"}),
+        ("gemma4-shared", {"window", "scale", "several_ropes", "several_shapes", "v_norm", "values_are_keys", "norm_rounding"}
+                   | {"norm_places", "output_scale", "activation", "embedding_multiplier", "final_softcap", "shared_kv"}),
     ],
 )  # fmt: skip
 def test_what_families_need(name: str, expected: set[str]) -> None:

@@ -108,7 +108,7 @@ def _computed_dtype(cache: DecoderCacheConfig, dtype: str | None) -> str:
 def _check_cache(config: ModelConfig, cache: DecoderCacheConfig, dtype: str) -> None:
     """Refuse a cache that does not fit the model or the dtype of computation."""
     kv, mamba = cache.kv, cache.mamba
-    attention, recurrent = config.attention_layers, config.recurrent_layers
+    attention, recurrent = config.kv_layers, config.recurrent_layers
     if (0 if kv is None else kv.num_layers) != len(attention):
         raise ConfigError(f"kv.layers: expected {len(attention)} as the model has, got {0 if kv is None else kv.num_layers}.")
     for index, (layer, mixer) in enumerate(zip(() if kv is None else kv.layers, attention, strict=True)):

@@ -28,6 +28,7 @@ FEATURES = {
     "output_gate": "gated attention",
     "v_norm": "RMSNorm of v",
     "values_are_keys": "keys as values",
+    "shared_kv": "shared K/V",
     "sinks": "attention sinks",
     "no_rope": "layers without RoPE (NoPE)",
     "partial_rotary": "partial RoPE",
@@ -147,6 +148,8 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield "v_norm", f"layers[{index}].mixer.v_norm_epsilon = {mixer.v_norm_epsilon}"
         if mixer.values_are_keys:
             yield "values_are_keys", f"layers[{index}].mixer.values_are_keys = True"
+        if mixer.kv_source_layer is not None:
+            yield "shared_kv", f"layers[{index}].mixer.kv_source_layer = {mixer.kv_source_layer}"
         if mixer.sinks:
             yield "sinks", f"layers[{index}].mixer.sinks = True"
         if mixer.rope is None:
@@ -186,7 +189,7 @@ def _sizes(layer: LayerConfig) -> tuple[int | bool, ...]:
     if not isinstance(mixer, AttentionConfig) or mlp is None:
         return ()
     presence = (mixer.qkv_bias, mixer.o_bias, mixer.qk_norm is not None, mixer.output_gate, mixer.sinks, mixer.values_are_keys)
-    return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, *_mlp_sizes(mlp), *presence)
+    return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, *_mlp_sizes(mlp), *presence, mixer.stores_kv)
 
 
 def _mlp_sizes(mlp: MlpConfig | RoutedMlpConfig) -> tuple[int | bool, ...]:

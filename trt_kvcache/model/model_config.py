@@ -14,7 +14,7 @@ from trt_kvcache.dtypes import MODEL_DTYPES, numpy_dtype
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.description import from_plain, to_plain
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer
 from trt_kvcache.model.mlp_config import RoutedMlpConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
@@ -97,6 +97,8 @@ class ModelConfig:
         experts = sum(layer.mlp.router.num_experts for layer in self.layers if isinstance(layer.mlp, RoutedMlpConfig))
         if experts > MAX_EXPERTS:
             raise ConfigError(f"ModelConfig.layers: expected at most {MAX_EXPERTS} experts of all layers together, got {experts}.")
+        for index, layer in enumerate(self.layers):
+            _check_kv_source(self.layers, index, layer.mixer)
         for name in ("embedding_multiplier", "logits_divisor"):
             positive_number(f"ModelConfig.{name}", getattr(self, name))
         if self.final_softcap is not None:
@@ -116,6 +118,23 @@ class ModelConfig:
     def attention_indices(self) -> tuple[int, ...]:
         """Indices of the attention layers."""
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def kv_layers(self) -> tuple[AttentionConfig, ...]:
+        """Attention of each layer that stores K and V: the layers of the cache."""
+        return tuple(mixer for mixer in self.attention_layers if mixer.stores_kv)
+
+    @property
+    def kv_indices(self) -> tuple[int, ...]:
+        """Indices of the layers that store K and V."""
+        return tuple(index for index in self.attention_indices if self.layers[index].attention.stores_kv)
+
+    @property
+    def kv_of_attention(self) -> tuple[int, ...]:
+        """For each attention layer the index, among the layers of the cache, of the one whose rows it reads."""
+        stored = {layer: place for place, layer in enumerate(self.kv_indices)}
+        sources = (self.layers[layer].attention.kv_source_layer for layer in self.attention_indices)
+        return tuple(stored[layer if source is None else source] for layer, source in zip(self.attention_indices, sources, strict=True))
 
     @property
     def recurrent_indices(self) -> tuple[int, ...]:
@@ -157,10 +176,10 @@ class ModelConfig:
         Returns
         -------
         dict or None
-            :meth:`RopeConfig.at_length`; where attention layers differ, ``ropes`` and for each which of them it has. None for a model
+            :meth:`RopeConfig.at_length`; where layers that store keys differ, ``ropes`` and for each which of them it has. None for a model
             without.
         """
-        found = [None if mixer.rope is None else mixer.rope.at_length(length) for mixer in self.attention_layers]
+        found = [None if mixer.rope is None else mixer.rope.at_length(length) for mixer in self.kv_layers]
         kinds = [rope for index, rope in enumerate(found) if rope not in found[:index]] or [None]
         return kinds[0] if len(kinds) == 1 else {"ropes": kinds, "layers": [kinds.index(rope) for rope in found]}
 
@@ -238,3 +257,15 @@ class ModelConfig:
         rest = {name: value for name, value in data.items() if name not in ("layers", "layer_kinds")}
         one_of("model.family", rest.get("family"), FAMILIES)
         return from_plain(cls, rest, "model", layers=tuple(layers))
+
+
+def _check_kv_source(layers: tuple[LayerConfig, ...], index: int, mixer: Mixer | None) -> None:
+    """Raise ConfigError if a layer reads K and V of a layer that does not store them in its shape before it."""
+    source = mixer.kv_source_layer if isinstance(mixer, AttentionConfig) else None
+    if source is None or not isinstance(mixer, AttentionConfig):
+        return
+    stored = layers[source].mixer if source < index else None
+    sizes = (mixer.num_kv_heads, mixer.head_dim)
+    if not isinstance(stored, AttentionConfig) or not stored.stores_kv or (stored.num_kv_heads, stored.head_dim) != sizes:
+        expected = f"an earlier attention layer that stores {sizes[0]} heads of {sizes[1]}"
+        raise ConfigError(f"ModelConfig.layers[{index}].mixer.kv_source_layer: expected {expected}, got layer {source}.")

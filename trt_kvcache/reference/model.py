@@ -87,6 +87,30 @@ def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: Laye
 
 def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
     """Apply the self-attention of one layer to its normalised input ``[A, s, hidden]``, with the output projection."""
+    if config.stores_kv:
+        q, *new = _qkv(config, layer, attention, hidden)
+        attended = attention(q, (new[0], new[1]))
+    else:
+        attended = attention(_queries(config, layer, hidden), None)
+    attended = attended.reshape(*attended.shape[:2], -1)
+    if config.output_gate:
+        attended = attended * sigmoid(project(layer.projection("output_gate"), hidden))
+    return project(layer.o, attended)
+
+
+def _queries(config: AttentionConfig, layer: DecoderLayerWeights, hidden: Float32) -> Float32:
+    """Return q ``[A, s, Hq, D]`` after its norm, for a layer that reads K and V of another one."""
+    q, qk_norm = project(layer.q, hidden), config.qk_norm
+    spans_all = qk_norm is not None and qk_norm.over == "full"
+    heads = q.reshape(*q.shape[:2], -1, q.shape[2] if spans_all else config.head_dim)
+    normed = heads if qk_norm is None else optional_norm(heads, layer.q_norm, qk_norm.norm)
+    return normed.reshape(*q.shape[:2], -1, config.head_dim)
+
+
+def _qkv(
+    config: AttentionConfig, layer: DecoderLayerWeights, attention: LayerAttention, hidden: Float32
+) -> tuple[Float32, Float32, Float32]:
+    """Return q, k and v ``[A, s, heads, D]`` after their norms."""
     q, k = project(layer.q, hidden), project(layer.k, hidden)
     v = k if config.values_are_keys else project(layer.v, hidden)
     over = None if config.qk_norm is None else config.qk_norm.over
@@ -99,11 +123,7 @@ def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attentio
         q, k = qk_norm(config, layer, q, k)
     if config.v_norm_epsilon is not None:
         v = normalised(v, config.v_norm_epsilon)
-    attended = attention(q, k, v)
-    attended = attended.reshape(*attended.shape[:2], -1)
-    if config.output_gate:
-        attended = attended * sigmoid(project(layer.projection("output_gate"), hidden))
-    return project(layer.o, attended)
+    return q, k, v
 
 
 def qk_norm(config: AttentionConfig, layer: DecoderLayerWeights, q: Float32, k: Float32) -> tuple[Float32, Float32]:

@@ -23,7 +23,8 @@ from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
 TorchMatrix: TypeAlias = torch.Tensor | PackedMatrix | PackedParts
 
 #: Function of the index of the attention layer, q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE, which it may
-#: overwrite, and attention sinks float32 ``[Hq]`` or None; returns ``[A, s, Hq, D]``.
+#: overwrite, and attention sinks float32 ``[Hq]`` or None; returns ``[A, s, Hq, D]``. A layer that reads K and V of another one has q
+#: alone.
 TorchAttention = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 #: Function of the index of an attention layer that applies RoPE before the norms of q and k, and q, k and v of the new tokens; returns
@@ -116,11 +117,13 @@ class Elementwise:
         hidden = hidden + scaled(normalised(change, change_norm), factor)
         return hidden, normalised(hidden, norm)
 
-    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:
-        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which may be overwritten, with norms of q and k.
+    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm | None) -> torch.Tensor:
+        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which may be overwritten, with norms of q and k; with H = 0, there is no norm of k.
 
         A norm covers one head or all of them, by its number of weights.
         """
+        if k_norm is None:
+            return _norm_of_heads(qkv, q_norm)
         q, k, v = qkv.split((*heads, heads.kv), dim=2)
         return torch.cat((_norm_of_heads(q, q_norm), _norm_of_heads(k, k_norm), v), dim=2)
 

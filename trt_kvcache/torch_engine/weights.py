@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
 from trt_kvcache.checkpoint.decoder_weights import NormWeights
-from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig, RoutedMlpConfig
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
@@ -81,11 +81,12 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
 
 def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> Iterator[Block]:
     """Yield the blocks of each layer: its mixer and its MLP, if it has them."""
-    for index, (layer, place) in enumerate(zip(config.layers, indices_in_kind(config), strict=True)):
+    attention, recurrent = count(), count()
+    for index, layer in enumerate(config.layers):
         stored = stored_weights(config, index, load, load_packed)
         scale = stored["output_scale"] if layer.output_scale else None
-        if layer.mixer is not None and place is not None:
-            part = _mixer(place, layer.mixer, stored)
+        if layer.mixer is not None:
+            part = _mixer(next(attention if isinstance(layer.mixer, AttentionConfig) else recurrent), layer.mixer, stored)
             norms = (_norm(layer.input_norm, stored.input_norm), _norm(layer.mixer_output_norm, stored.mixer_output_norm))
             own_scale = scale if layer.mlp is None else None
             yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier, scale=own_scale)
@@ -103,7 +104,7 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
 
 
 def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:
-    """Return a mixer. ``index``: its place among the layers with K and V, or among the recurrent ones."""
+    """Return a mixer. ``index``: its place among the attention layers, or among the recurrent ones."""
     if isinstance(config, AttentionConfig):
         return SelfAttention.of(index, config, stored)
     if isinstance(config, ShortConvConfig):
