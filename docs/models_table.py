@@ -107,10 +107,12 @@ def beyond_llama(models: list[ModelConfig]) -> list[str]:
 def verdicts(family: str) -> list[str]:
     """Return the verdict of each engine on the golden models of a family, some of which need more features than others."""
     found = []
+    needs = [features(model) for model in golden_models(family)]
     for path, word in ENGINES.values():
-        needs = [features(model) for model in golden_models(family)]
-        computed = [path is None or need.keys() <= computed_features(ROOT / path) for need in needs]
-        found.append(word if all(computed) else f"{word} those without experts" if any(computed) else "no")
+        lacking = [[] if path is None else [name for name in need if name not in computed_features(ROOT / path)] for need in needs]
+        first = next((names[0] for names in lacking if names), None)
+        without = "experts" if first == "experts" else FEATURES.get(first or "")
+        found.append(word if first is None else "no" if all(lacking) else f"{word} those without {without}")
     return found
 
 

@@ -188,7 +188,8 @@ FIELDS = (
     *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "moe_intermediate_size", "routed_scaling_factor", "n_group"),
     *("topk_group", "n_shared_experts", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "num_dense_layers"),
     *("use_expert_bias", "moe_latent_size", "swiglu_alpha", "swiglu_limit"),
-    *("attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input"),
+    *("attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
+    "use_double_wide_mlp",
 )
 
 

@@ -89,6 +89,7 @@ SEEDS = {
     "gemma4": 73,
     "gemma4-bias": 74,
     "gemma4-shared": 79,
+    "gemma4-ple": 90,
 }
 
 #: Models with a vision tower, whose text decoders are computed like the models above: in the folder ``vision``.

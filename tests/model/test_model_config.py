@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, QkNormConfig, RopeConfig
+from trt_kvcache.model import (
+    AttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    PerLayerEmbeddingConfig,
+    PerLayerInputConfig,
+    QkNormConfig,
+    RopeConfig,
+)
 
 
 def new_spelling(**changes: Any) -> dict[str, Any]:
@@ -325,3 +335,27 @@ def test_a_layer_reads_no_rows_of_a_layer_that_reads_others_itself() -> None:
     chained = replace(config.layers[4], mixer=replace(config.layers[4].attention, kv_source_layer=2))
     with pytest.raises(ConfigError, match=r"layers\[4\]\.mixer\.kv_source_layer: expected an earlier attention layer .*, got layer 2"):
         replace(config, layers=(*config.layers[:4], chained))
+
+
+@pytest.mark.parametrize(
+    ("embedding", "size", "message"),
+    [
+        (None, 8, r"ModelConfig\.layers\[1\]\.per_layer_input\.size: expected None, the size of per_layer_embedding, got 8"),
+        ({"size": 4}, 8, r"ModelConfig\.layers\[1\]\.per_layer_input\.size: expected 4, the size of per_layer_embedding, got 8"),
+        ({"size": 4}, None, r"ModelConfig\.per_layer_embedding: expected none without a layer that has a per_layer_input"),
+        ({"vocab_size": 60}, 8, r"ModelConfig\.per_layer_embedding\.vocab_size: expected at least 61, a row of each token, got 60"),
+    ],
+)
+def test_per_layer_embeddings_that_contradict_their_layers(embedding: dict[str, int] | None, size: int | None, message: str) -> None:
+    norm = NormConfig(epsilon=1e-5)
+    config = ModelConfig.from_dict(new_spelling())
+    given = None if size is None else PerLayerInputConfig(size=size, activation="silu", output_norm=norm)
+    layers = (config.layers[0], replace(config.layers[1], per_layer_input=given))
+    sizes = {"vocab_size": 61, "size": 8}
+    whole = None if embedding is None else PerLayerEmbeddingConfig(**{**sizes, **embedding}, norm=norm)
+    with pytest.raises(ConfigError, match=message):
+        replace(config, layers=layers, per_layer_embedding=whole)
+    fitting = PerLayerEmbeddingConfig(**sizes, norm=norm)
+    fits = (config.layers[0], replace(layers[1], per_layer_input=PerLayerInputConfig(size=8, activation="silu", output_norm=norm)))
+    model = replace(config, layers=fits, per_layer_embedding=fitting)
+    assert ModelConfig.from_description(json.loads(json.dumps(model.to_description()))) == model

@@ -37,7 +37,7 @@ from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 from trt_kvcache.model.families.registry import FAMILIES, read_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, looked_up_tensors, tensor_shapes
 from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors, unread_prefixes
 
 # Optional files of a model folder, copied with it.
@@ -412,7 +412,7 @@ class Checkpoint:
             formats = {f"GGUF {' and '.join(sorted(set(types.values())))}"}
         sizes = {name: in_gguf[name].tensors[name].nbytes if name in types else self.nbytes_of(name) for name in self._shapes}
         nbytes = sum(sizes.values())
-        unread = 0 if self.config.tie_word_embeddings else sizes[embedding_name(self.config)]
+        unread = sum(sizes[name] for name in looked_up_tensors(self.config))
         return WeightsSummary(
             format=" and ".join(sorted(formats)) if formats else self.config.dtype,
             is_quantized=bool(formats),

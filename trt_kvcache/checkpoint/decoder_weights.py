@@ -16,7 +16,7 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD, final_norm_bias_name
+from trt_kvcache.model.tensor_shapes import HEAD, PER_LAYER_EMBEDDING, PER_LAYER_NORM, PER_LAYER_PROJECTION, final_norm_bias_name
 from trt_kvcache.model.weight_parts import WeightPart, exact_tensors, layer_parts
 
 ArrayT = TypeVar("ArrayT")
@@ -134,6 +134,15 @@ class DecoderLayerWeights(Generic[ArrayT]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PerLayerWeights(Generic[ArrayT]):
+    """The per-layer embedding ``[vocab, layers * size]``, the projection to it, and the norm of that."""
+
+    embedding: ArrayT
+    projection: Projection[ArrayT]
+    norm: NormWeights[ArrayT]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderWeights(Generic[ArrayT]):
     """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one array where they are tied."""
 
@@ -141,6 +150,7 @@ class DecoderWeights(Generic[ArrayT]):
     layers: tuple[DecoderLayerWeights[ArrayT], ...]
     final_norm: NormWeights[ArrayT]
     head: ArrayT
+    per_layer: PerLayerWeights[ArrayT] | None = None
 
 
 def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> DecoderWeights[ArrayT]:
@@ -154,7 +164,16 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     bias = final_norm_bias_name(config)
     final_norm = NormWeights(tensor(family.final_norm), None if bias is None else tensor(bias))
     head = embedding if config.tie_word_embeddings else tensor(HEAD)
-    return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
+    per_layer = per_layer_weights(config, tensor)
+    return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head, per_layer=per_layer)
+
+
+def per_layer_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> PerLayerWeights[ArrayT] | None:
+    """Collect the weights of per-layer embeddings; None for a model without."""
+    if config.per_layer_embedding is None:
+        return None
+    embedding, projection = tensor(PER_LAYER_EMBEDDING), Projection(tensor(PER_LAYER_PROJECTION), None)
+    return PerLayerWeights(embedding=embedding, projection=projection, norm=NormWeights(tensor(PER_LAYER_NORM), None))
 
 
 def layer_weights(

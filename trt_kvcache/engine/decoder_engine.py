@@ -61,6 +61,8 @@ class DecoderEngine(BoundEngine):
         self.tensors = MappingProxyType({spec.name: spec for spec in tensors})
         self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width, max_logits_per_slot=wanted)
         capacity = int_in_range("max_embeddings", max_embeddings, 0, MAX_DIMENSION, error=ConfigError)
+        if capacity and model.per_layer_embedding is not None:
+            raise ConfigError(f"max_embeddings: expected 0 for a model with per-layer embeddings, which are of token ids, got {capacity}.")
         self._bindings = DecoderBindings(type(self).__name__, self.tensors, self.profiles, cache=kv, names=names, memory=memory)
         self.embeddings: EmbeddingRows | None = None
         if capacity:

@@ -47,6 +47,7 @@ FEATURES = {
     "clamped_swiglu": "clamped SwiGLU",
     "ungated_mlp": "MLP without a gate",
     "residual_multiplier": "scaled residuals",
+    "per_layer_embeddings": "per-layer embeddings",
     "output_scale": "learned layer scales",
     "embedding_multiplier": "scaled embeddings",
     "final_softcap": "final logit softcapping",
@@ -91,6 +92,8 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield from _mlp_places(layer.mlp, f"layers[{index}].mlp")
         if layer.residual_multiplier != 1:
             yield "residual_multiplier", f"layers[{index}].residual_multiplier = {layer.residual_multiplier}"
+        if layer.per_layer_input is not None:
+            yield "per_layer_embeddings", f"layers[{index}].per_layer_input.size = {layer.per_layer_input.size}"
         if layer.output_scale:
             yield "output_scale", f"layers[{index}].output_scale = True"
     for place, norm in _norms(model):
@@ -171,8 +174,12 @@ def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
             norm = getattr(layer, name)
             if norm is not None:
                 yield f"layers[{index}].{name}", norm
+        if layer.per_layer_input is not None:
+            yield f"layers[{index}].per_layer_input.output_norm", layer.per_layer_input.output_norm
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.qk_norm is not None:
             yield f"layers[{index}].mixer.qk_norm.norm", layer.mixer.qk_norm.norm
+    if model.per_layer_embedding is not None:
+        yield "per_layer_embedding.norm", model.per_layer_embedding.norm
     yield "final_norm", model.final_norm
 
 

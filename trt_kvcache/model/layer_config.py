@@ -20,6 +20,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.per_layer_config import PerLayerInputConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 from trt_kvcache.model.rope import RopeConfig
 
@@ -224,6 +225,8 @@ class LayerConfig:
         Factor of the outputs of mixer and MLP before they are added to the residual stream.
     parallel : bool
         True if the MLP has the normalised input of the mixer; then there is an ``input_norm`` and no ``mlp_norm``.
+    per_layer_input : PerLayerInputConfig or None
+        Gate of the layer's elements of the per-layer embedding, after the MLP.
     output_scale : bool
         True if the hidden state is multiplied by a learned number after the layer.
 
@@ -242,6 +245,7 @@ class LayerConfig:
     mlp_output_norm: NormConfig | None = None
     residual_multiplier: float = 1.0
     parallel: bool = False
+    per_layer_input: PerLayerInputConfig | None = None
     output_scale: bool = False
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from trt_kvcache.model.description import from_plain, to_plain
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer
 from trt_kvcache.model.mlp_config import RoutedMlpConfig
 from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.per_layer_config import PerLayerEmbeddingConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 
 #: Experts of all layers together: a limit of the tensors that a damaged description names.
@@ -57,6 +58,8 @@ class ModelConfig:
         Logits ``x`` become ``final_softcap * tanh(x / final_softcap)``.
     logits_divisor : float
         Divisor of the logits.
+    per_layer_embedding : PerLayerEmbeddingConfig or None
+        A second embedding, with elements for each layer; there is one if and only if layers have a ``per_layer_input``.
 
     Raises
     ------
@@ -87,6 +90,7 @@ class ModelConfig:
     rounds_embedding_multiplier: bool = False
     final_softcap: float | None = None
     logits_divisor: float = 1.0
+    per_layer_embedding: PerLayerEmbeddingConfig | None = None
 
     def __post_init__(self) -> None:
         one_of("ModelConfig.dtype", self.dtype, MODEL_DTYPES)
@@ -99,10 +103,30 @@ class ModelConfig:
             raise ConfigError(f"ModelConfig.layers: expected at most {MAX_EXPERTS} experts of all layers together, got {experts}.")
         for index, layer in enumerate(self.layers):
             _check_kv_source(self.layers, index, layer.mixer)
+        self._check_per_layer_embedding()
         for name in ("embedding_multiplier", "logits_divisor"):
             positive_number(f"ModelConfig.{name}", getattr(self, name))
         if self.final_softcap is not None:
             positive_number("ModelConfig.final_softcap", self.final_softcap)
+
+    def _check_per_layer_embedding(self) -> None:
+        embedding = self.per_layer_embedding
+        size = None if embedding is None else embedding.size
+        for index, layer in enumerate(self.layers):
+            if layer.per_layer_input is not None and layer.per_layer_input.size != size:
+                where = f"ModelConfig.layers[{index}].per_layer_input.size"
+                raise ConfigError(f"{where}: expected {size}, the size of per_layer_embedding, got {layer.per_layer_input.size}.")
+        if embedding is None:
+            return
+        if all(layer.per_layer_input is None for layer in self.layers):
+            raise ConfigError("ModelConfig.per_layer_embedding: expected none without a layer that has a per_layer_input, got one.")
+        if embedding.vocab_size < self.vocab_size:
+            raise ConfigError(
+                f"ModelConfig.per_layer_embedding.vocab_size: expected at least {self.vocab_size}, a row of each token, "
+                f"got {embedding.vocab_size}."
+            )
+        width = "ModelConfig.per_layer_embedding.size * num_layers"
+        int_in_range(width, embedding.size * self.num_layers, 1, MAX_DIMENSION, error=ConfigError)
 
     @property
     def num_layers(self) -> int:

@@ -215,6 +215,10 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes |= _mlp_shapes(layer.mlp, hidden)
     for name in ("mixer_output_norm", "mlp_norm", "mlp_output_norm"):
         shapes |= _norm_shapes(name, getattr(layer, name), hidden)
+    if layer.per_layer_input is not None:
+        size = layer.per_layer_input.size
+        shapes |= _projection("per_layer_gate", size, hidden, bias=False) | _projection("per_layer_projection", hidden, size, bias=False)
+        shapes |= _norm_shapes("per_layer_norm", layer.per_layer_input.output_norm, hidden)
     return {**shapes, "output_scale": (1,)} if layer.output_scale else shapes
 
 

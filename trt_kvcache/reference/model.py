@@ -39,8 +39,9 @@ def decoder_step(
     """
     hidden = embedded(config, weights, input_ids, dtype, rows)
     with one_blas_thread(input_ids.size, _largest_weight(weights)):
-        for layer, layer_weights, cache in zip(config.layers, weights.layers, caches, strict=True):
-            hidden = decoder_layer(layer, layer_weights, cache, hidden)
+        inputs = per_layer_inputs(config, weights, input_ids, hidden, dtype)
+        for layer, layer_weights, cache, own in zip(config.layers, weights.layers, caches, inputs, strict=True):
+            hidden = decoder_layer(layer, layer_weights, cache, hidden, own)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
     with one_blas_thread(len(wanted), weights.head.size):
         logits: Float32 = optional_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
@@ -61,13 +62,29 @@ def embedded(
     return hidden
 
 
+def per_layer_inputs(
+    config: ModelConfig, weights: DecoderWeights, input_ids: npt.NDArray[np.int32], hidden: Float32, dtype: str
+) -> Sequence[Float32 | None]:
+    """Return the inputs ``[A, s, size]`` of each layer from the per-layer embedding. ``hidden``: input of the first layer."""
+    embedding, stored = config.per_layer_embedding, weights.per_layer
+    if embedding is None or stored is None:
+        return [None] * config.num_layers
+    sizes = (*input_ids.shape, config.num_layers, embedding.size)
+    projected = (project(stored.projection, hidden) * np.float32(config.hidden_size**-0.5)).reshape(sizes)
+    projected = optional_norm(projected, stored.norm, embedding.norm)
+    rows = scaled(stored.embedding[input_ids], embedding.factor(dtype)).reshape(sizes)
+    return list(np.moveaxis((projected + rows) * np.float32(0.5**0.5), 2, 0))
+
+
 def _largest_weight(weights: DecoderWeights) -> int:
     """Return the size of the first layer's largest weight: the others are about as large."""
     return max([weight.size for layer in weights.layers[:1] for weight in layer.parts.values()], default=0)
 
 
-def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
-    """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed."""
+def decoder_layer(
+    config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32, per_layer: Float32 | None = None
+) -> Float32:
+    """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed. ``per_layer``: its per-layer input ``[A, s, size]``."""
     normed = optional_norm(hidden, weights.input_norm, config.input_norm)
     if config.mixer is not None:
         assert cache is not None
@@ -82,6 +99,10 @@ def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: Laye
         changed = routed_mlp(config.mlp, weights, normed) if isinstance(config.mlp, RoutedMlpConfig) else mlp(config.mlp, weights, normed)
         changed = optional_norm(changed, weights.mlp_output_norm, config.mlp_output_norm)
         hidden = hidden + scaled(changed, config.residual_multiplier)
+    if config.per_layer_input is not None and per_layer is not None:
+        gate = ACTIVATIONS[config.per_layer_input.activation](project(weights.projection("per_layer_gate"), hidden))
+        change = project(weights.projection("per_layer_projection"), gate * per_layer)
+        hidden = hidden + optional_norm(change, weights.norm("per_layer_norm"), config.per_layer_input.output_norm)
     return hidden * weights["output_scale"] if config.output_scale else hidden
 
 

@@ -51,7 +51,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("final_softcap", "logits_divisor", "fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2"),
         *("gated_delta_net", "output_gate", "relu2", "ungated_mlp", "experts", "shared_expert", "latent_experts"),
         *("interleaved_rope", "norm_after_rope", "layer_norm", "parallel", "sinks", "clamped_swiglu"),
-        *("v_norm", "values_are_keys", "shared_kv", "output_scale"),
+        *("v_norm", "values_are_keys", "shared_kv", "per_layer_embeddings", "output_scale"),
     }
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -15,6 +17,8 @@ def decoder_step(weights: TorchWeights, operations: Operations, input_ids: torch
     ``rows``: of token ids past the vocabulary.
     """
     hidden = embedded(weights, input_ids) if rows is None else embedded_with(rows, weights, input_ids)
+    if weights.per_layer is not None:
+        operations = replace(operations, per_layer_inputs=weights.per_layer.inputs(input_ids, hidden, operations))
     normed = normalised(hidden, weights.blocks[0].norm)
     next_norms = [*((block.norm, block.shares_input) for block in weights.blocks[1:]), (weights.final_norm, False)]
     for block, (next_norm, is_shared) in zip(weights.blocks, next_norms, strict=True):

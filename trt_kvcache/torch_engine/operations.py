@@ -31,7 +31,7 @@ TorchAttention = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor
 #: them after RoPE.
 TorchRotation = Callable[[int, torch.Tensor], torch.Tensor]
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
@@ -132,14 +132,14 @@ class Elementwise:
         gate, up = gate_up.chunk(2, dim=-1)
         if isinstance(activation, ClampedSwiGLU):
             return _clamped_swiglu(activation, gate, up)
-        return _ACTIVATIONS[activation](gate) * up
+        return ACTIVATIONS[activation](gate) * up
 
     def inner(self, inputs: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """Return the inner activations of an MLP, from its products with gate, if there is one, and up."""
         if config.gated:
             return self.gated(inputs, config.activation)
         assert isinstance(config.activation, str)
-        return _ACTIVATIONS[config.activation](inputs)
+        return ACTIVATIONS[config.activation](inputs)
 
 
 class Projections:
@@ -210,7 +210,7 @@ class ExpertProducts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """All operations of a decoder's layers in one step."""
+    """All operations of a decoder's layers in one step, and the inputs that all layers have in common."""
 
     rotation: TorchRotation
     attention: TorchAttention
@@ -218,6 +218,7 @@ class Operations:
     elementwise: Elementwise
     projections: Projections
     experts: ExpertProducts
+    per_layer_inputs: torch.Tensor | None = None  # [layers, A, s, size] of a step, from the per-layer embedding
 
 
 def dense(matrix: TorchMatrix) -> torch.Tensor:

@@ -17,6 +17,7 @@ from trt_kvcache.torch_engine.fused_projections import fused
 from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, HeadCounts, Operations, StateSpace, TorchProjection
+from trt_kvcache.torch_engine.per_layer_input import PerLayerInput
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
 from trt_kvcache.torch_engine.stored_weights import StoredWeights
 
@@ -164,8 +165,8 @@ class GatedDeltaNet:
         return project(self.delta_out, states.gated_norm(ruled, gate, self.norm, group_size=group_size, gate_first=False, eps=eps))
 
 
-#: A mixer or an MLP: the part between two sums of the residual stream.
-Part = Mlp | RoutedMlp | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
+#: A mixer, an MLP or a per-layer input: the part between two sums of the residual stream.
+Part = Mlp | RoutedMlp | PerLayerInput | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
 
 
 def _convolution(stored: StoredWeights) -> Convolution:

@@ -17,13 +17,14 @@ from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
 from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Part, SelfAttention, ShortConvolution
+from trt_kvcache.torch_engine.per_layer_input import PerLayerEmbedding, PerLayerInput
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
 from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, StoredWeights, arranged, stored_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A mixer or an MLP in the residual stream: ``scale * (x + factor * output_norm(part(norm(x))))``.
+    """A mixer, an MLP or a per-layer input in the residual stream: ``scale * (x + factor * output_norm(part(norm(x))))``.
 
     ``scale``: ``[1]``, or None for 1. ``shares_input``: the part has the input of the block before, and the block has no ``norm``.
     """
@@ -49,6 +50,7 @@ class TorchWeights:
     final_norm: TorchNorm
     head: TorchMatrix
     is_packed: bool
+    per_layer: PerLayerEmbedding | None
 
     @property
     def widest(self) -> int:
@@ -74,21 +76,23 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
         blocks=blocks,
         final_norm=final_norm,
         head=head,
+        per_layer=PerLayerEmbedding.of(config, dtype, load),
         is_packed=not all(isinstance(matrix, torch.Tensor) for matrix in matrices)
         or any(block.part.experts.is_packed for block in blocks if isinstance(block.part, RoutedMlp)),
     )
 
 
 def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> Iterator[Block]:
-    """Yield the blocks of each layer: its mixer and its MLP, if it has them."""
+    """Yield the blocks of each layer: its mixer, its MLP and its per-layer input, if it has them."""
     attention, recurrent = count(), count()
     for index, layer in enumerate(config.layers):
         stored = stored_weights(config, index, load, load_packed)
         scale = stored["output_scale"] if layer.output_scale else None
+        parts = [part for part in (layer.mixer, layer.mlp, layer.per_layer_input) if part is not None]
         if layer.mixer is not None:
             part = _mixer(next(attention if isinstance(layer.mixer, AttentionConfig) else recurrent), layer.mixer, stored)
             norms = (_norm(layer.input_norm, stored.input_norm), _norm(layer.mixer_output_norm, stored.mixer_output_norm))
-            own_scale = scale if layer.mlp is None else None
+            own_scale = scale if len(parts) == 1 else None
             yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier, scale=own_scale)
         if layer.mlp is not None:
             norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
@@ -99,8 +103,12 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
                 output_norm=norms[1],
                 factor=layer.residual_multiplier,
                 shares_input=layer.parallel,
-                scale=scale,
+                scale=scale if layer.per_layer_input is None else None,
             )
+        if layer.per_layer_input is not None:
+            output_norm = _norm(layer.per_layer_input.output_norm, stored.norm("per_layer_norm"))
+            gated = PerLayerInput.of(index, layer.per_layer_input, stored)
+            yield Block(norm=None, part=gated, output_norm=output_norm, factor=1.0, scale=scale)
 
 
 def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:
