@@ -221,5 +221,5 @@ def test_an_engine_checks_ids_of_rows_itself(engine: str) -> None:
 def test_models_with_per_layer_embeddings_have_no_rows_in_place_of_tokens(engine: str) -> None:
     if engine == "torch":
         pytest.importorskip("torch")
-    with pytest.raises(ConfigError, match="max_embeddings: expected 0 for a model with per-layer embeddings, .*, got 2"):
+    with pytest.raises(ConfigError, match=r"max_embeddings: expected 0 for a model with per-layer embeddings, .*, got 2"):
         trt_kvcache.load(GOLDEN / "gemma4-ple", engine=engine, max_embeddings=2, max_sequence_length=16)

@@ -66,7 +66,7 @@ def read(fields: ConfigFields) -> ModelConfig:
     ]
     return model(
         fields,
-        "gemma4_text",
+        str(fields.get("model_type")),
         layers,
         final_norm=found,
         embedding_multiplier=math.sqrt(fields.integer("hidden_size")),
