@@ -21,6 +21,7 @@ from trt_kvcache.engine.decoder_cache import cache_config
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.torch_engine import TorchEngine
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
+from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor
 
 LLAMA_3_8B = {**LLAMA_3_8B_SHAPE, "max_position_embeddings": 8192 + 1024}  # room for tokens after 8192
 
@@ -65,7 +66,7 @@ class RandomModel:
     ) -> None:
         self.config = ModelConfig.from_dict(config)
         self.device = device
-        self.tokenizer = _tokenizer(self.config.vocab_size, folder)
+        self.tokenizer = random_tokenizer(self.config.vocab_size, folder)
         fields = {name: value for name, value in config.items() if name not in ("model_type", "torch_dtype")}
         fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
         peer = AutoConfig.for_model(config["model_type"], **fields)
@@ -92,21 +93,17 @@ class RandomModel:
     def session(self, memory: Any, *, slots: int, length: int, width: int, **options: Any) -> InferenceSession:
         """Return a session on the torch engine, with the tokenizer and other options. No weight is read from a file."""
         tensors = self.peer.state_dict()
-        kv = cache_config(self.config, max_batch_size=slots, max_sequence_length=length, dtype=self.config.dtype)
-        engine = TorchEngine(
+        return torch_session(
             self.config,
             lambda name: tensors[name].detach(),
             lambda name, rows: self._packed.get(name),
-            kv=kv,
-            max_prefill_length=width,
             memory=memory,
+            slots=slots,
+            length=length,
+            width=width,
+            tokenizer=self.tokenizer,
+            **options,
         )
-        try:
-            cache = KVCacheManager(kv, memory=memory)
-        except BaseException:
-            engine.close()
-            raise
-        return InferenceSession(engine, cache, tokenizer=self.tokenizer, **options)
 
     @property
     def weights(self) -> WeightsSummary | None:
@@ -134,7 +131,21 @@ class RandomModel:
         return torch.randint(self.config.vocab_size, (count, length), generator=random).tolist()
 
 
-def _tokenizer(vocab_size: int, folder: Path) -> Tokenizer:
+def torch_session(
+    config: ModelConfig, load: LoadTensor, *packed: LoadPacked, memory: Any, slots: int, length: int, width: int, **options: Any
+) -> InferenceSession:
+    """Return a session on the PyTorch engine with these weights."""
+    kv = cache_config(config, max_batch_size=slots, max_sequence_length=length, dtype=config.dtype)
+    engine = TorchEngine(config, load, *packed, kv=kv, max_prefill_length=width, memory=memory)
+    try:
+        cache = KVCacheManager(kv, memory=memory)
+    except BaseException:
+        engine.close()
+        raise
+    return InferenceSession(engine, cache, **options)
+
+
+def random_tokenizer(vocab_size: int, folder: Path) -> Tokenizer:
     """Return a byte-level tokenizer of so many tokens: all bytes, then words of them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *(f"Ġword{index}" for index in range(vocab_size - len(alphabet)))]

@@ -3,8 +3,8 @@
     python benchmarks/opening.py [--models Llama-3-8B,Qwen2-0.5B] [--formats bf16,int8,int4,q8_0,q4_0] [--device cpu] [--quick] [--out FILE]
 
 ``bf16`` is a folder of transformers; ``int8`` and ``int4`` open it with ``quantize=``; the others are GGUF files. Weights are random, files
-are in the page cache. Each format is opened twice, for the first time with an empty folder of compiled kernels. The limit is the time to
-copy the file from pinned memory to the device. Needs torch and gguf.
+are in the page cache. Each format is opened twice, first with an empty folder of compiled kernels. ``limit_seconds`` is a lower bound: the
+time to copy the file from pinned memory to the device. Needs torch and gguf.
 """
 
 from __future__ import annotations

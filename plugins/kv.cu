@@ -1,5 +1,5 @@
-// K/V of batch slots: save, instantiate and compact, for all layers of a head-dim group in one launch.
-// Launched by trt_kvcache/kernels/kv_kernels.py.
+// K/V of batch slots: capture (save), restore (instantiate) and compact, for all layers of a head-dim group in one
+// launch. Launched by trt_kvcache/kernels/kv_kernels.py.
 //
 // Rows (one token of one head, or the scales of four) are multiples of 16 bytes and start at multiples of 16 bytes, so
 // whatever the dtype, vectors of 16 bytes are moved. Grid: x along the rows of a head, y over K and V of all heads, z

@@ -1,5 +1,5 @@
-// Recurrent and conv states of batch slots: zero, copy, save, instantiate and compact, for all layers in one launch.
-// Launched by trt_kvcache/kernels/state_row_kernels.py.
+// Recurrent and conv states of batch slots: zero, copy, capture (save), restore (instantiate) and compact, for all
+// layers in one launch. Launched by trt_kvcache/kernels/state_row_kernels.py.
 //
 // A row is the state of one slot of one layer; it may have any size and alignment. Grid: x along a row, y over slots, z
 // over layers.

@@ -3,8 +3,8 @@
 //
 // The query heads of a K/V head (for each new token) are the rows of one matrix, so K and V are read once for all of
 // them. A step of the main loop handles kWarps tiles of one head, one for each warp: scores on tensor cores, online
-// softmax in registers, output on tensor cores. A head ends with reduce_warps, and if other blocks share it with
-// SplitKVReduce.
+// softmax in registers, output on tensor cores. A head ends with reduce_warps, and with SplitKVReduce if other blocks
+// share it.
 //
 //     schedule.cuh          tiles of this block
 //     kv_pipeline.cuh       layout of shared memory, and the copies that fill it

@@ -1,9 +1,9 @@
 // The decode step as TensorRT launches it by itself, from a plugin that is compiled ahead of time
 // (trt_kvcache/trt/plugin/aot.py). Its arguments are the inputs, integers of 32 bits, and the outputs. There is no
-// workspace, so heads are not split: each head has one block, and gridDim.x is 1. Macros have the values that shapes do
-// not give.
+// workspace, so heads are not split: each head has one block, and gridDim.x is 1. Values that do not follow from shapes
+// are macros.
 //
-// Grid: y over K/V heads, and within one over groups of 8 of its query heads; z over slots.
+// Grid: y over K/V heads, and for each over groups of 8 of its query heads; z over slots.
 #pragma once
 
 #include "attention/decode.cuh"

@@ -2,8 +2,8 @@
 // factors of quantized values of V, and a new token is quantized before any block attends to it.
 //
 // One scale for all tokens of a head is a factor of its scores, and of its output. Scales of tokens are factors of
-// single scores and probabilities. The latter are rounded to elements, and a scale can be too small for Float16, so
-// they are taken relative to a power of 2 by which the output of a warp is multiplied in the end.
+// single scores and probabilities. Probabilities times scales are rounded to elements, and a scale can be too small for
+// Float16. So scales of V are relative to a power of 2, with which the output of a warp is multiplied in the end.
 #pragma once
 
 #include "attention/decode_params.cuh"

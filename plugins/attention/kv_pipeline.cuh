@@ -8,12 +8,12 @@
 //                  the tile used last holds the warp's output (kernel: reduce_warps), and at the end of the kernel the
 //                  whole ring holds what other blocks published (SplitKVReduce::collect).
 //     heads        [kHeadBuffers] buffers of R + 4 T rows: R rows of q, T of k, T of v (all swizzled if T > 1), 2 T of
-//                  cosines and sines Filled by all threads, read by all warps after a barrier. At the end of the
+//                  cosines and sines. Filled by all threads, read by all warps after a barrier. At the end of the
 //                  kernel: fragments that this block merges.
-//     scales       if the cache has scales, [kWarps][kRingTiles] of those of a tile's tokens: filled and read with the
+//     scales       if the cache has scales, [kWarps][kRingTiles] scales of a tile's tokens: filled and read with the
 //                  tile
-//     new_scales   and [kHeadBuffers] of those of new tokens, T of k and T of v: filled with the head, or when they are
-//                  quantized
+//     new_scales   and [kHeadBuffers] scales of new tokens, T of k and T of v: filled with the head, or when the tokens
+//                  are quantized
 //     new_token    if T = 1, 2 rows: k after RoPE, and v, of the new token, as they are stored. Written by all threads
 //                  at the start of a head; read by the last warp.
 //     warp_totals  [kWarps][R] float2: maximum and sum of each row and warp. Written at the end of a head, read by all
@@ -35,8 +35,8 @@
 //     step i, output       V_i H_i+1 K_i+1 V_i+1 H_i+2 K_i+2          V_i         the 3 (kStages - 1) - 3 + 2 youngest
 //             issue        V_i+2 (into the tile that K_i had)
 //
-// So at most 2 (kStages - 1) tiles are in flight beside the one that is read: kRingTiles. Before all this there may be
-// one more group: the speculative part of K_0, which wait_for_keys covers, being older.
+// So at most 2 (kStages - 1) tiles are in flight, and one more is read: kRingTiles in all. Before all this there may be
+// one more group: the speculative part of K_0. It is older than K_0, so wait_for_keys waits for it too.
 #pragma once
 
 #include "attention/cp_async.cuh"

@@ -18,10 +18,10 @@
 //               is stored.
 //     rings     one, or one for each of two warpgroups: tiles of kRingKeys rows, swizzled: keys, then values
 //               (prefill_ring.cuh; prefill_stored_ring.cuh). Filled and read by all threads of the ring. At the end of
-//               the kernel it holds the fragments of the warps (and then what other blocks published), and behind them
+//               the kernel it holds the fragments of the warps (and then what other blocks published), and after them
 //               the fragments that this block merges.
 //     scales    of the tiles of a quantized cache.
-//     sums      of products that warps have over some of the columns, if they divide these (kColumnWarps).
+//     sums      if warps divide the columns (kColumnWarps): partial scores, which two warps add.
 #pragma once
 
 #include "attention/prefill_new_rows.cuh"

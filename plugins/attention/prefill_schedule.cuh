@@ -2,14 +2,15 @@
 //
 // The rows of a K/V head of a slot are its new tokens times its query heads: row `token * group_size + head`. They are
 // cut into row blocks of kBlockRows, so K and V are read once for as many rows as a block holds. A row block sees the
-// tiles of keys from the first one inside the window of its first token on. If the launch appends, new tokens are in
-// none of these tiles, but in one more behind them.
+// tiles of keys from the window of its first token on. If the launch appends, new tokens are in none of these tiles,
+// but in one more after them.
 //
-// Lengths live on the device, so the launch depends on shapes alone. Where blocks are more than row blocks, the tiles
-// of each row block are divided into splits of tiles_per_split tiles, one for each block. That number is as small as
-// the blocks allow: for row blocks of equal lengths (as many splits for each) or of different ones (in proportion),
-// whichever gives less. A split belongs to one row block, because to begin with another one costs a block as much time
-// as several tiles. In order: slot, row block, K/V head, split.
+// Lengths live on the device, so the launch depends on shapes alone. If there are more blocks than row blocks, the
+// tiles of each row block are divided into splits of tiles_per_split tiles, one for each block. tiles_per_split is the
+// smaller of two numbers, and at least min_tiles_per_split. For the first, every row block gets the same number of
+// blocks: the tiles of the longest row block, divided by that number. The second is the tiles of all row blocks,
+// divided by the number of blocks that are left after one for each row block. A split belongs to one row block, because
+// to begin with another one costs a block as much time as several tiles. In order: slot, row block, K/V head, split.
 #pragma once
 
 #include "attention/math.cuh"

@@ -1,11 +1,11 @@
 // The same as prefill_ring.cuh for a quantized cache: its quantized values become tiles of the element type, which has
-// all of their values. If tokens have scales of their own, those of keys are factors of scores, in float32; values are
-// multiplied with theirs and rounded to elements. Scales of heads are no part of a tile: see use_head_scales.
+// all of their values. If tokens have scales of their own, scales of keys are factors of scores, in float32; values are
+// multiplied with their scales and rounded to elements. Scales of heads are no part of a tile: see use_head_scales.
 //
 //     tiles             [2][2]: the one of this step, and the next one, which is converted while tensor cores are busy
 //                       with the first
 //     quantized values  [kStages - 1][2], in flight. A thread converts the chunks that it has loaded, so there is no
-//                       barrier between
+//                       barrier between load and conversion
 //     scales            [2][kTileKeys], of the keys of the two tiles, if tokens have their own
 //
 // Commit group n is tile n.

@@ -1,5 +1,4 @@
-// Quantized values times a scale as elements: what the values of a quantized cache stand for, rounded once to the
-// element type.
+// Quantized values times a scale, as elements: the real values of a quantized cache, rounded once to the element type.
 #pragma once
 
 #include "attention/config.cuh"

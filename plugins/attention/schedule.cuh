@@ -2,9 +2,9 @@
 // alone, and every warp computes the work of its block.
 //
 // Even split, if all heads have about the same length. With as many blocks as heads or more, splits_per_head blocks
-// share a head. Each begins with kMinTilesPerBlock tiles that are known without lengths, and so are loaded before those
-// have arrived; what is left of the head is split evenly. A head of 3 blocks (0, 1, 2) and 30 tiles, 8 at least a
-// block:
+// share a head. Each begins with kMinTilesPerBlock tiles that are known without lengths, and so are loaded before
+// lengths have arrived; the other tiles of the head are split evenly. A head of 3 blocks (0, 1, 2) and 30 tiles, at
+// least 8 for each block:
 //
 //     tile    0        8        16       24  26  28  30
 //             |  0     |  1     |  2     | 0 | 1 | 2 |        block 0: [0, 8) and [24, 26): it skips 16 tiles

@@ -1,6 +1,6 @@
 // Attention sinks: each query head of a layer may have a learned logit that joins the softmax of its scores, after
-// scale and softcap, and has no value. So it only adds to the sum that an output row is divided by, once, wherever that
-// is done: after the blocks that share a head have been merged.
+// scale and softcap, and has no value. So it only adds to the sum that an output row is divided by. It is added once:
+// after the blocks that share a head have been merged.
 #pragma once
 
 #include "attention/math.cuh"

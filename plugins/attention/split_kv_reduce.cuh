@@ -13,14 +13,14 @@
 //
 // Protocol between the blocks of a head (SplitKVReduce):
 //
-//     who merges     Even split: every block merges some fragments ([begin, end)) over all blocks of the head.
-//                    Stream-K: the block that has the last tile of the head merges all of them; it has the highest
-//                    number, the other blocks do not wait.
+//     merging block  Even split: every block merges some fragments ([begin, end)) over all blocks of the head.
+//                    Stream-K: the block that has the last tile of the head merges all of them. It has the highest
+//                    number; the other blocks do not wait.
 //     publish        A block writes a fragment either for itself (into `own`: shared memory, or in stream-K its part of
 //                    the workspace), or for the block that merges it (into `partials`, as flagged vectors: see
 //                    flagged_vector.cuh).
-//     visible        A flagged vector is visible as soon as it is there: each of the five carries its own flag, none
-//                    orders another.
+//     visible        Each of the five vectors carries its own flag, and is valid as soon as the flag is set. The order
+//                    of the vectors is open.
 //     collect        The merging block polls the vectors of the others, copies them into its shared memory, and merges
 //                    them with its own.
 //     reset          The block that has read a flagged vector resets its flag to 0 at once. No other block reads it, so

@@ -2,8 +2,8 @@
 //
 // ldmatrix reads the same chunk (16 bytes) of 8 consecutive rows at once. Without a swizzle these lie kRowBytes apart,
 // in the same banks where kRowBytes is a multiple of 128. So the chunks of a row are permuted: chunk c of row r lies at
-// place c ^ f(r), where f takes as many values on consecutive rows as it needs. Example, head dim 64 (8 chunks a row,
-// all 8 rows need different places):
+// place c ^ f(r), where f has kSwizzlePlaces values. Example, head dim 64 (8 chunks a row, all 8 rows need different
+// places):
 //
 //     row 0:  0 1 2 3 4 5 6 7
 //     row 1:  1 0 3 2 5 4 7 6

@@ -5,7 +5,7 @@
 // In shared memory a matrix is a panel (PanelLayout in swizzle.cuh): rows of 128 bytes, 64 elements, whose chunks are
 // swizzled. It begins at a multiple of 1024 bytes.
 //
-//     S = Q K^T   A: Q, a panel of 64 rows       B: K, a panel of N rows; both from 16 columns on (kChunk 2 * d)
+//     S = Q K^T   A: Q, a panel of 64 rows       B: K, a panel of N rows; 16 columns of both for each product
 //     O = P V     A: P, in registers             B: V, 16 rows of a panel of 64 columns, transposed
 //
 // Products are asynchronous. A product is complete, and its operands may be overwritten, once warpgroup_wait has

@@ -10,7 +10,8 @@
 //             all of them, one expert after another, so that a sum over choices has one order and stays in registers
 //     items   of a warp: 64 inputs of a tile of an expert. Weights::kDepth of them are in flight, across tiles and experts
 //
-// The sum of a row does not depend on the other rows: neither its order nor, since 0 * inf is not 0, its value.
+// The sum of a row does not depend on the other rows. Its order is the same whatever they choose, and products with an
+// expert that the row has not chosen are left out: with inputs of 0 they would be NaN if a weight were infinite.
 
 #pragma once
 

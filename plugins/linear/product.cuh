@@ -5,7 +5,7 @@
 // of inputs 2t, 2t+1, 2t+8 and 2t+9 of two products.
 //
 //     block   every gridDim.x'th tile, of up to 16 or 32 outputs; with a gate, 16 of the gate and 16 of up. All tiles
-//             have tile_outputs outputs: fewer than the maximum if blocks then read more equal amounts
+//             have tile_outputs outputs: fewer than the maximum if all blocks then read about as much
 //     warp    every kWarps'th fragment of 64 inputs. The sums of the warps are added in shared memory, in their order
 //     lane    of a fragment: outputs g and g + 8 of each 16, inputs 8t to 8t+7 and 32 more (g: lane / 4, t: lane % 4)
 #pragma once

@@ -4,9 +4,9 @@
 //     Q4K, Q5K   quantized value * (factor * scale) - factor of minimums * minimum: 6 bits of both for each 32 inputs
 //     Q6K        (quantized value - 32) * (factor * scale): 8 bits of the scale for each 16 inputs
 //
-// A fragment is 16 outputs by 64 inputs, and what a lane has of it is that of packed_values.cuh: the 4 lowest bits of its
-// 32 values are those of Int4, and its other bits are words behind them. Products are exact in float32: they have at
-// most 24 bits. The difference is rounded there, as the gguf package does, and then to an element.
+// A fragment is 16 outputs by 64 inputs. A lane has the same weights of it as in packed_values.cuh: the 4 lowest bits
+// of its 32 values are stored as for Int4, and the other bits in words after them. Products are exact in float32: they
+// have at most 24 bits. The difference is rounded to float32, as the gguf package does, and then to an element.
 #pragma once
 
 #include "attention/cp_async.cuh"

@@ -2,7 +2,7 @@
 // trt_kvcache/kernels/causal_conv1d_kernels.py.
 //
 // A thread owns kChannels channels of a slot and walks over a tile of tokens, with the last inputs in registers. The
-// state of a channel are its last kWidth inputs, oldest first. The threads of the first tile read the past state and
+// state of a channel is its last kWidth inputs, oldest first. The threads of the first tile read the past state and
 // write the present one, each of its own channels: so the two may be at one address, and no other thread looks at
 // either.
 

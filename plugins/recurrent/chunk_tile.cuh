@@ -1,5 +1,5 @@
-// Tiles of shared memory whose rows are the tokens of a chunk, or of a matrix between them, and numbers that are more
-// precise than an element.
+// Tiles of shared memory. Their rows are the tokens of a chunk, or the rows of a matrix between tokens. SplitPair has
+// numbers that are more precise than an element.
 #pragma once
 
 #include "attention/mma.cuh"

@@ -1,9 +1,9 @@
-// Chunks of tokens, one after another, with a state between them: what Mamba-2 and the gated delta rule share.
+// Chunks of tokens, one after another, with a state between them: the common part of Mamba-2 and the gated delta rule.
 //
 // States are computed transposed: tokens are columns, and a warp has 16 rows of the state. So the result of a product
 // is in the registers that the next product reads, and the warps with states exchange nothing. Other warps compute the
 // matrices between the tokens of a chunk, which do not depend on states. They do so one chunk ahead, for all warps with
-// states. The copies are one chunk further.
+// states. The copies from global memory are another chunk ahead.
 #pragma once
 
 #include "attention/cp_async.cuh"

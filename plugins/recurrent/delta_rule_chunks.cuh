@@ -6,8 +6,8 @@
 //
 //     U_t = beta_t / |k_t| (v_t - exp(cum_t) / |k_t| k_t S - 1 / |k_t| sum_{s < t} exp(cum_t - cum_s) (k_t k_s) U_s)
 //
-// a triangular system (I + share) U = W, solved by blocks of 16 tokens, whose own matrices I + share are inverted
-// before. Then
+// a triangular system (I + share) U = W, where share has the factors of U_s. It is solved by blocks of 16 tokens, whose
+// own matrices I + share are inverted before. Then
 //
 //     out_t = scale / |q_t| (exp(cum_t) q_t S + sum_{s <= t} exp(cum_t - cum_s) (q_t k_s) U_s)
 //     S = exp(cum_last) S + sum_s exp(cum_last - cum_s) k_s^T U_s

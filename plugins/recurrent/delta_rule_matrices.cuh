@@ -1,5 +1,5 @@
-// The matrices between the tokens of a chunk of the gated delta rule, which no state has a part in: made by warps of
-// their own, while others work on the chunk before.
+// The matrices between the tokens of a chunk of the gated delta rule. They do not depend on states: matrix warps make
+// them while state warps work on the chunk before.
 #pragma once
 
 #include "recurrent/delta_rule_memory.cuh"

@@ -1,4 +1,4 @@
-// Chunks of tokens of the gated delta rule: where in shared memory everything is.
+// Chunks of tokens of the gated delta rule: the layout of shared memory.
 #pragma once
 
 #include "recurrent/chunks.cuh"

@@ -1,5 +1,5 @@
-// Elements of activations and states: how runs of them are loaded as floats, and stored. ELEMENT and STATE, the types
-// of both, are macros: trt_kvcache/kernels/source_variants.py says which pairs there are.
+// Elements of activations and states: loading runs of them as floats, and storing them. ELEMENT and STATE, the types of
+// both, are macros: trt_kvcache/kernels/source_variants.py lists the pairs.
 #pragma once
 
 #include "attention/element.cuh"

@@ -1,4 +1,4 @@
-// Functions of gates and steps.
+// Activations of gates, and softplus, from which time steps (Mamba-2) and decays (the gated delta rule) are computed.
 #pragma once
 
 #include "attention/math.cuh"

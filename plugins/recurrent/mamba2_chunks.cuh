@@ -6,9 +6,9 @@
 //     Y = (C B^T * exp(cum_t - cum_s) * dt_s, s <= t, and d for t) X  +  exp(cum_t) C S^T
 //     S = exp(cum_last) S + (exp(cum_last - cum_s) dt_s X)^T B
 //
-// B, C and X have 16 bits. In Y, the matrix in front of X and S are rounded to 16 bits. In S, the scaled X is the sum of
-// two 16-bit values, the second of which is the rounding error of the first, so that a state is as precise as with a
-// scan. chunks.cuh describes the schedule of a block.
+// B, C and X have 16 bits. For Y, two operands are rounded to 16 bits: the matrix that multiplies X, and S. For S, the
+// scaled X is the sum of two 16-bit values, the second of which is the rounding error of the first, so that a state is
+// as precise as with a scan. chunks.cuh describes the schedule of a block.
 #pragma once
 
 #include "recurrent/chunks.cuh"

@@ -1,6 +1,6 @@
 // Log-probabilities of chosen tokens, and the most likely tokens with theirs. Launched by
-// trt_kvcache/kernels/sampling_kernels.py. Grid: x the blocks of a row, y the rows. The last block of a row to come
-// merges what all of them found.
+// trt_kvcache/kernels/sampling_kernels.py. Grid: x the blocks of a row, y the rows. The last block of a row to finish
+// merges the results of all of them.
 
 #include "attention/math.cuh"
 #include "dependent_launch.cuh"

@@ -1,4 +1,5 @@
-// The memory in which the blocks of a row meet. trt_kvcache/kernels/sampling_workspace.py has the same sizes.
+// The memory through which the blocks of a row exchange results. trt_kvcache/kernels/sampling_workspace.py has the same
+// sizes.
 #pragma once
 
 #include "sampling/block_scan.cuh"

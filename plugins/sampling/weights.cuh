@@ -1,5 +1,5 @@
-// The weights of tokens, as integers: the same on the device and in NumPy (trt_kvcache/kernels/token_weights.py says
-// what they are). Sums of integers do not depend on their order. All float operations are single ones, rounded to
+// The weights of tokens, as integers: the same on the device and in NumPy (trt_kvcache/kernels/token_weights.py
+// defines them). Sums of integers do not depend on their order. All float operations are single ones, rounded to
 // nearest: never an fma.
 #pragma once
 

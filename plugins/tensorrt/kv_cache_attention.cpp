@@ -30,7 +30,7 @@ Sizes sizes_of(DimsExprs const& expressions) {
     return sizes;
 }
 
-// The results of a function for each of some tensors.
+// The results of a function, one for each tensor.
 template <typename Tensor, typename Function>
 auto for_each(Tensor const* tensors, int32_t count, Function function) {
     std::vector<decltype(function(*tensors))> results;

@@ -6,10 +6,10 @@
 namespace trt_kvcache {
 namespace {
 
-// trt_kvcache/kernels/attention_workspace.py
+// The constants of trt_kvcache/kernels/attention_workspace.py.
 constexpr int64_t kMaxDecodeBlocksPerSM = 2, kMaxFewRows = 32, kMaxPrefillRowsPerSM = 128;
 
-// trt_kvcache/kernels/prefill_plan.py
+// The constants of trt_kvcache/kernels/prefill_plan.py.
 constexpr double kWholeBlocksPerSM = 3, kFewerWholeBlocksPerSM = 1.5, kMinSpareShare = 0.25;
 constexpr int64_t kLongCache = 32, kLongCacheKeysPerSM = 1536;
 constexpr int64_t kMinWarpgroupHeadDim = 128;

@@ -154,6 +154,7 @@ LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_laye
 PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed_stream.cuh", "linear/packed_values.cuh"
 SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_block_values.cuh"
 EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/experts.cu"
+ROUTER_TESTS, ROUTER = "test_router_kernels.py", "router.cu"
 PACKED_EXPERT_TESTS, PACKED_EXPERTS = "test_packed_expert_kernels.py", "linear/packed_experts.cu"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
@@ -1092,6 +1093,41 @@ MISTAKES = {
         "none",
         EXPERT_TESTS,
         "test_products_out_of_experts",
+    ),
+    "logits of a router without the end of a row": (
+        ROUTER,
+        "quad < quads; quad += kThreads",
+        "quad < 0; quad += kThreads",
+        "none",
+        ROUTER_TESTS,
+        "test_logits",
+    ),
+    "logits of a router before all warps have summed": (ROUTER, "    __syncthreads();\n", "", "thread", ROUTER_TESTS, RACE),
+    "a router that chooses behind the last expert": (
+        ROUTER,
+        "expert < experts ? rank_of(scores[i] + biases[i], expert) : kNone",
+        "rank_of(scores[i] + biases[i], expert)",
+        "none",
+        ROUTER_TESTS,
+        "test_",
+    ),
+    "the last of equal experts": (
+        ROUTER,
+        "| ~static_cast<unsigned>(expert)",
+        "| static_cast<unsigned>(expert)",
+        "none",
+        ROUTER_TESTS,
+        "test_",
+    ),
+    "an order of scores that is wrong below zero": (ROUTER, "? ~bits", "? bits", "none", ROUTER_TESTS, "test_"),
+    "an expert that is chosen twice": (ROUTER, "ranks[i] == best ? kNone : ranks[i]", "ranks[i]", "none", ROUTER_TESTS, "test_"),
+    "weights with the bias of the choice": (
+        ROUTER,
+        "best = ranks[i], score = scores[i]",
+        "best = ranks[i], score = scores[i] + biases[i]",
+        "none",
+        ROUTER_TESTS,
+        "test_choices",
     ),
     "up that is clamped on one side": (EXPERTS, "up < -limit ? -limit : up", "up", "none", EXPERT_TESTS, "ClampedSwiGLU"),
     "rows that have not chosen an expert": (

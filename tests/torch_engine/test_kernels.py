@@ -33,6 +33,7 @@ from trt_kvcache.torch_engine import (  # noqa: E402
     experts as experts_module,
     kernel_experts,
     kernel_projections,
+    kernel_router,
     kernels,
     packed_projections,
     state_kernels,
@@ -52,6 +53,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 LAUNCHED = {
     kernels: ("attend", "add_rms_norm", "gated_mul", "qk_rms_norm"),
     kernel_experts: ("expert_up", "expert_down"),
+    kernel_router: ("router_logits", "choose_experts"),
     kernel_projections: ("linear", "linear_gated_mul"),
     packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize"),
     state_kernels: ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"),
@@ -204,8 +206,10 @@ def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, l
         InferenceSession(reference, make_cache(config, memory=host)) as expected,
     ):
         check_agreement(session, expected, TOLERANCES[dtype])
-    routed = sum(isinstance(layer.mlp, RoutedMlpConfig) for layer in checkpoint.config.layers)
-    assert calls[launched] == calls["expert_down"] == 3 * routed > 0, "the second chunk and two decode steps have few rows"
+    routers = [layer.mlp.router for layer in checkpoint.config.layers if isinstance(layer.mlp, RoutedMlpConfig)]
+    assert calls[launched] == calls["expert_down"] == 3 * len(routers) > 0, "the second chunk and two decode steps have few rows"
+    of_one_group = sum(router.num_groups == 1 for router in routers)
+    assert calls["router_logits"] == calls["choose_experts"] == 4 * of_one_group, "torch chooses groups of experts"
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -1,6 +1,6 @@
 """``choose_attention``: the variant of attention of a build, by rules with reasons. ``docs/attention_table.py`` prints them.
 
-The first rule that applies has the variants in the order in which ``auto`` takes them. A variant with an obstacle is left out.
+The first rule that applies lists the variants in the order in which ``auto`` tries them. A variant with an obstacle is left out.
 """
 
 from __future__ import annotations

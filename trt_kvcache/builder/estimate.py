@@ -63,8 +63,8 @@ class BuildEstimate:
         K, V and states as allocated. Exact.
     activations_nbytes : int
         Activations and logits of the largest enqueue, from the shapes of the network: TensorRT may need more or less. With GQA and native
-        attention of TensorRT for RTX also K and V of all rows for each query head, which its prefill copies. With ``v_outputs`` also their
-        buffer.
+        attention of TensorRT for RTX, the prefill copies K and V of all rows for each query head: the copies are included. So is the
+        buffer of ``v_outputs``.
     host_peak_nbytes : int
         Most memory of the host during the build.
 

@@ -32,7 +32,7 @@ DEFAULT_MAX_BATCH_SIZE = 1
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_PREFILL_LENGTH = 512
 
-#: Values of ``plugin_layers``: one plan with plugin layers, or a plan for each segment between two attentions.
+#: Values of ``plugin_layers``: one plan with plugin layers, or a plan for each segment between two attention layers.
 PLUGIN_LAYERS = ONE_PLAN, SEGMENTS = "one-plan", "segments"
 
 #: Names of these options in other projects.
@@ -96,8 +96,8 @@ class BuildOptions:
         See :mod:`trt_kvcache.engine.attention_variants`. ``"auto"`` chooses by TensorRT, GPU and model: see ``docs/engines.md``. If its
         first choice does not build, it warns and builds the next one.
     plugin_layers : {"one-plan", "segments"}
-        With plugin attention, whether the engine is one plan with plugin layers; or, for TensorRT for RTX only, one plan for each segment
-        between two attentions, which this package launches in between.
+        With plugin attention: one plan with plugin layers; or, for TensorRT for RTX only, one plan for each segment, between which this
+        package launches the attention.
     plugin_library : path, optional
         With plugin attention in one plan, a plugin library in C++ whose plugin is used in place of the one in Python, and that the engine
         carries: see ``docs/plugin-library.md``. It stays loaded, and serves this process, until the process ends.
@@ -123,11 +123,10 @@ class BuildOptions:
         For full TensorRT only: a file with measurements of kernels, from which a build starts and to which it adds, so that the next one
         is shorter. It need not exist.
     quantize : str, optional
-        Round weights to the nearest integers of a scale, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or ``"int4,head=int8"``: see
+        Round weights to the nearest multiples of a scale, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or ``"int4,head=int8"``: see
         ``docs/quantization.md``. For a checkpoint that is not quantized.
     adapter : path, optional
-        A folder of PEFT with a LoRA adapter, which is merged into the weights: see ``docs/adapters.md``. Before they are rounded, with
-        ``quantize``.
+        A folder of PEFT with a LoRA adapter, which is merged into the weights before ``quantize`` rounds them: see ``docs/adapters.md``.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional

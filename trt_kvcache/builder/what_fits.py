@@ -89,13 +89,13 @@ def what_fits(
     dtype : str, optional
         Dtype of computation; the checkpoint's if left out.
     compute_capabilities : sequence of str, optional
-        As for :func:`~trt_kvcache.estimate_build`: which formats there are, and whether FP4 is stored as it is.
+        As for :func:`~trt_kvcache.estimate_build`. The formats of weights depend on them, and so does the storage of FP4.
 
     Returns
     -------
     tuple of Fit
-        A checkpoint in 16 bits first as it is and then rounded in several ways that the GPUs have; a quantized one as it is. Each with K
-        and V in the dtype of the engine and, where plugin attention has the model, in 8 bits: with a scale for each token, and with static
+        A checkpoint in 16 bits first as it is, then rounded to formats that the GPUs support; a quantized one as it is. Each with K and V
+        in the dtype of the engine and, if plugin attention supports the model, in 8 bits: with a scale for each token, and with static
         scales if the checkpoint has some.
 
     Raises

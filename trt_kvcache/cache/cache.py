@@ -767,7 +767,7 @@ class Cache(Closable):
         Returns
         -------
         list of DeviceTensor ``[num_heads, head_dim, state_size]``
-            One per recurrent layer, contiguous. They share one allocation. None if the layers keep a conv state only.
+            One per recurrent layer, contiguous. They share one allocation. Empty if the layers keep a conv state only.
 
         Raises
         ------

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class LayerType(Enum):
-    """Contents of a decoder layer between enqueues: ``HybridCacheManager::LayerType`` of TensorRT Edge-LLM."""
+    """Type of a decoder layer, by its memory between enqueues: ``HybridCacheManager::LayerType`` of TensorRT Edge-LLM."""
 
     #: Keys and values.
     ATTENTION = "attention"

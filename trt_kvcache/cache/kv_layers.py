@@ -1,4 +1,4 @@
-"""``KVLayers``: K and V of all attention layers of a cache, as views, and the kernels and copies over all of them."""
+"""``KVLayers``: K and V of all attention layers of a cache: their views, and kernel launches and copies over all layers."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property

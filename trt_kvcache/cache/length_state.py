@@ -1,4 +1,4 @@
-"""``LengthState``: lengths on the device, their mirror on the host, and the contents of slots that follow them."""
+"""``LengthState``: lengths on the device, their mirror on the host, and the contents of slots, which are notified of changes."""
 
 import weakref
 from collections.abc import Sequence

@@ -131,7 +131,7 @@ class Checkpoint:
             A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or one GGUF file in their place; or a
             GGUF file, whose metadata replaces ``config.json``.
         quantize : str or Quantization, optional
-            Round weights to the nearest integers of a scale when they are read, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or
+            Round weights to the nearest multiples of a scale when they are read, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or
             ``"int4,head=int8"``: see ``docs/quantization.md``.
         adapter : path, optional
             A folder of PEFT with a LoRA adapter, which is merged into the weights in float32 when they are read: see ``docs/adapters.md``.

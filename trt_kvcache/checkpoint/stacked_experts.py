@@ -1,4 +1,4 @@
-"""Experts of a layer that are stored as one tensor, as tensors of single experts."""
+"""A tensor with all experts of a layer, read as one tensor for each expert."""
 
 from __future__ import annotations
 

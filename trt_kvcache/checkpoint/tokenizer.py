@@ -307,7 +307,7 @@ class Tokenizer:
         add_generation_prompt : bool
             True if the text ends with the opening of the assistant's turn.
         tools : sequence of mapping, optional
-            Descriptions of the functions that the model may call, in the form that the model was trained with (usually JSON schema).
+            Descriptions of the functions that the model may call, in the format that the model was trained with (usually JSON schema).
         template_args : mapping of str to object, optional
             Further variables of the template, such as ``{"enable_thinking": False}``.
 

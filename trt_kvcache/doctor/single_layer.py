@@ -1,4 +1,4 @@
-"""Networks of a single layer of TensorRT, built and run alone; in a dry run built, where TensorRT can, and computed by NumPy."""
+"""Networks of one TensorRT layer, built and run. A dry run builds them if TensorRT can, and computes the layer in NumPy."""
 
 from __future__ import annotations
 

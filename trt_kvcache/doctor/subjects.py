@@ -1,4 +1,4 @@
-"""The engines that the checks run: each kind of attention of TensorRT, and PyTorch."""
+"""The engines that the checks run: TensorRT with each attention variant, and PyTorch."""
 
 from __future__ import annotations
 

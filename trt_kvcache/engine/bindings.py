@@ -174,7 +174,7 @@ class BindingPlan:
         buffers : StepBuffers
             Holds the token ids, the start index and the logits.
         logits : int
-            Of how many new tokens per slot the logits are wanted.
+            Number of new tokens per slot whose logits are wanted.
 
         Raises
         ------
@@ -212,7 +212,7 @@ class BindingPlan:
         width : int
             New tokens per slot, padding included.
         logits : int
-            Of how many of them, per slot, the logits are wanted.
+            Number of new tokens per slot whose logits are wanted.
 
         Returns
         -------

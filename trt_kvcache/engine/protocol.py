@@ -142,7 +142,7 @@ class EngineProfile:
         width : int
             New tokens per slot, padding included.
         logits : int
-            Of how many of them, per slot, the logits are wanted.
+            Number of new tokens per slot whose logits are wanted.
 
         Returns
         -------

@@ -36,7 +36,7 @@ class EngineInspection:
     dtype : str
         Dtype of computation.
     model : ModelConfig
-        Of the checkpoint.
+        The model of the checkpoint.
     cache : KVCacheConfig or HybridCacheConfig
         The cache that it runs on.
     tensors : tuple of TensorSpec
@@ -50,7 +50,7 @@ class EngineInspection:
     plan_nbytes : int
         Size in bytes of the serialised engine, or of the plans of all segments.
     memory : MemoryEstimate
-        Of the cache: per layer, per sequence, and in total.
+        Memory of the cache: per layer, per sequence, and in total.
     checkpoint : CheckpointRecord
         The checkpoint that it was built from.
     engines : tuple of str

@@ -1,7 +1,7 @@
 """``v_outputs``: the V of each attention plugin layer as an output of the engine, which nobody reads.
 
-On Thor, with TensorRT 10.13, TensorRT Edge-LLM saw a right projection of V, and wrong rows of V after its plugin. With V marked as an
-output the rows were right (TensorRT-Edge-LLM, issue 151).
+On Thor, with TensorRT 10.13, TensorRT Edge-LLM found that the projection of V was right, and the rows of V after its plugin were wrong.
+With V marked as an output the rows were right (TensorRT-Edge-LLM, issue 151).
 """
 
 from collections.abc import Sequence

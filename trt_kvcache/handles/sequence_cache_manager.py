@@ -46,7 +46,7 @@ class SequenceCacheManager(Closable):
     Everything is ordered on the ``stream`` of a call, a ``cuda.core.Stream``. Calls that copy from or to the host wait for it: arrays
     may be changed or read as soon as the call returns.
 
-    A sequence waits in a slot that is not active, the highest one first, and its tokens are counted here. Active slots belong to
+    A sequence waits in a slot that is not active, the highest one first, and this class holds its length. Active slots belong to
     whoever made them active: this class never uses them by itself. A sequence in an active slot cannot be moved, and the
     lengths of the cache hold its length. To run an engine on a sequence::
 
@@ -58,15 +58,15 @@ class SequenceCacheManager(Closable):
     A sequence follows its slot through ``compact_batch``, and keeps its tokens and states when its slot leaves the active batch. If a
     slot becomes active (``set_active_batch_size``, ``reset_for_new_sequences``), the sequence that waits there moves to another slot
     or, with swapping, to the host, and the call waits for the copy. If it cannot move, the call raises :class:`CapacityError`, and
-    nothing was changed. Two kinds of sequences stay: an empty one where the slot begins empty, and a pinned one where the slot was
-    reset to a length, with which it continues. A pinned one with tokens cannot stay where the slot would begin empty: that is a
-    :class:`CapacityError` too.
+    nothing was changed. Two kinds of sequences stay in the slot: an empty one if the slot begins empty, and a pinned one if the slot
+    was reset to a length, with which the sequence continues. A pinned one with tokens cannot stay if the slot would begin empty: that
+    is a :class:`CapacityError` too.
 
     A sequence in an active slot is lost, and everything but destroying it raises :class:`SequenceError`, if
 
     - a compaction overwrites its slot,
     - a compaction with a mapping on the device drops any slot, because the host does not know which slots were moved (unpin sequences
-      before a captured one is replayed).
+      before a CUDA graph with such a compaction is replayed).
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """Products of a few rows with the experts that a router has chosen for them, at the speed of reading these experts.
 
-Shapes: n rows, k experts of each, E experts. Weights are in 16 bits, ``[E, out, in]``, or packed: a stack of E matrices of whole tiles of
-16 outputs; with a gate, of an even number of tiles. For engines: nothing is checked.
+Shapes: n rows, k experts of each, E experts. Weights are in 16 bits, ``[E, out, in]``, or packed: E matrices one after another, each in
+whole tiles of 16 outputs; with a gate, the tiles of the gate, then as many of up. For engines: nothing is checked.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A fragment has 16 outputs and 64 inputs, ``int4`` and ``e2m1`` in 512 bytes, ``int8`` in 1024; the fragments of 16 outputs are contiguous.
 A lane has 16 bytes of a fragment, in ``int8`` 16 for each half of the inputs: lane ``4g + t`` has outputs g and g + 8, and of each half the
-inputs ``8t`` to ``8t + 7``. Scales and zero points are ``[tiles of 16 outputs, groups, g, 2]``. Padding is zeros.
+inputs ``8t`` to ``8t + 7``. Scales and zero points are ``[tiles of 16 outputs, groups, g, 2]``: of outputs g and g + 8. Padding is zeros.
 """
 
 from __future__ import annotations

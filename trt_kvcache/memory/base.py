@@ -221,7 +221,8 @@ class Memory(Protocol):
         destination : DeviceTensor
             Contiguous.
         source : ndarray
-            Contiguous, of the same shape and dtype. It must not change until the copy is done. From ``staging`` the call does not wait.
+            Contiguous, of the same shape and dtype. It must not change until the copy is done. The call does not wait if it is an array of
+            ``staging``.
         stream : cuda.core.Stream, or HostStream
             The copy is ordered on it.
 
@@ -294,7 +295,7 @@ class Memory(Protocol):
             Any view of this memory.
         **kwargs : object
             ``stream``, ``max_version``, ``dl_device`` and ``copy`` of the ``__dlpack__`` protocol. ``stream`` is the consumer's stream. The
-            streams that wrote the bytes are not known here, so on a device the call waits for it; with a stream of -1 it does not wait.
+            streams that wrote the bytes are not known here, so the call waits for all work of the device, unless ``stream`` is -1.
 
         Returns
         -------

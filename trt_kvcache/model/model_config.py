@@ -200,8 +200,8 @@ class ModelConfig:
         Returns
         -------
         dict or None
-            :meth:`RopeConfig.at_length`; where layers that store keys differ, ``ropes`` and for each which of them it has. None for a model
-            without.
+            :meth:`RopeConfig.at_length`. If layers that store keys differ, ``ropes`` has each variant once, and ``layers`` the index of the
+            variant of each of these layers. None for a model without RoPE.
         """
         found = [None if mixer.rope is None else mixer.rope.at_length(length) for mixer in self.kv_layers]
         kinds = [rope for index, rope in enumerate(found) if rope not in found[:index]] or [None]

@@ -29,9 +29,8 @@ class TensorType(NamedTuple):
 class CustomOp(Protocol):
     """An operation over contiguous tensors: shape inference, and a launch on a stream.
 
-    In one plan it runs in a plugin layer, ``CustomOperation``. An engine in segments enqueues segment, operation, segment, ....
-    On host memory (``tensor.memory.is_host``) it computes the
-    same with NumPy.
+    In one plan it runs in a plugin layer, ``CustomOperation``. In an engine in segments it runs before a segment or between two. On
+    host memory (``tensor.memory.is_host``) it computes the same with NumPy.
     """
 
     @property

@@ -1,7 +1,7 @@
 """Quantized K and V packed as int32, four values each, which plugin layers of TensorRT take.
 
-TensorRT interprets 8-bit types: int8 is quantized, by scales that it may require; FP8 needs compute capability 8.9; plugins take no uint8.
-The cache of a plugin layer must be opaque bytes, as int32 is in every release and on every GPU.
+TensorRT interprets 8-bit types. int8 is a quantized type, for which TensorRT may require scales. FP8 needs compute capability 8.9. Plugins
+take no uint8. The cache of a plugin layer must be opaque bytes, as int32 is in every release and on every GPU.
 """
 
 from collections.abc import Sequence

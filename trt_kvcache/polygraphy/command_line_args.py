@@ -1,4 +1,4 @@
-"""Our options of ``polygraphy run``. Its entry point ``polygraphy.run.plugins`` calls :func:`get_arg_groups`.
+"""Our options of ``polygraphy run``, which finds :func:`get_arg_groups` by the entry point group ``polygraphy.run.plugins``.
 
 The model argument is a folder: an engine folder or a Hugging Face folder. Each ``--kvcache-*`` runner flag adds a runner with a
 session, and so a cache, of its own.

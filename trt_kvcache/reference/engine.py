@@ -69,7 +69,7 @@ class ReferenceEngine(DecoderEngine):
     max_prefill_length : int
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
     attention : {"native", "mask", "plugin"}
-        ``"native"`` and ``"plugin"`` never read a row past ``start + s``. ``"mask"`` reads all S rows, dead ones with a weight of 0:
+        ``"native"`` and ``"plugin"`` never read a row from ``start + s`` on. ``"mask"`` reads all S rows, dead ones with a weight of 0:
         a NaN there reaches the result, as with the explicit-mask variant on a device. ``"plugin"`` is for COMBINED caches, the
         others are for SEPARATE ones.
     max_logits_per_slot : int or "all"

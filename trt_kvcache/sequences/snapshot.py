@@ -473,7 +473,7 @@ def load_snapshot(
     Parameters
     ----------
     path : path-like
-        A file that :func:`save_snapshot` has written, where there is an example.
+        A file that :func:`save_snapshot` has written; there is an example there.
     cache : KVCacheManager, LinearKVCache or HybridCacheManager
         Of the same layers, dtypes and scales; its sizes, layout and memory may differ.
     slot : int

@@ -44,7 +44,7 @@ class AsyncRequest:
 
     @property
     def handle(self) -> RequestHandle:
-        """The request in the queue of the session: to be read only."""
+        """The request in the queue of the session. Do not change it."""
         assert self._handle is not None
         return self._handle
 

@@ -44,7 +44,7 @@ class AsyncSession:
     Notes
     -----
     The tokens of a request do not depend on other requests. If a step fails with a :class:`ProcessorError`, its request fails. After any
-    other error, all requests fail that run or wait. The session continues with later ones.
+    other error, all running and waiting requests fail. The session continues with later ones.
 
     Examples
     --------

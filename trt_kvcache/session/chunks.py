@@ -5,9 +5,9 @@ them. The rows after a slot's own new tokens are padding; they are overwritten b
 
 Engines that compile, tune or capture each shape get few widths: buckets. A long prompt runs in several chunks whose widths are buckets, all
 filled but the last. The last chunk is padded if at most one row in eight is padding then, since each further enqueue reads all weights
-again. A prompt of fewer than 64 tokens is one padded chunk. Next to requests that decode, prompts are cut into few rows, and the last chunk
-is always padded. The number of slots has no buckets: a padding slot would need free rows and states of a slot that is not active, and B
-bounds the number of slots anyway.
+again. A prompt of fewer than 64 tokens is one padded chunk. If other requests decode in the same step, chunks are shorter, only some
+buckets are used (:func:`coarse_widths`), and the last chunk is always padded. The number of slots has no buckets: a padding slot would need
+free rows and states of a slot that is not active, and B bounds the number of slots anyway.
 """
 
 import itertools
@@ -62,7 +62,7 @@ def bucket_widths(buckets: Sequence[int], profiles: Iterable[EngineProfile], max
 
 
 def coarse_widths(buckets: Iterable[int]) -> list[int]:
-    """Return the few buckets for prompts beside requests that decode, whose chunks differ in their first slot too: powers of two, 192, 384.
+    """Return the few buckets for prompts next to requests that decode: powers of two, 192, 384. Their chunks differ in the first slot, too.
 
     Few rows take little longer than the time to read the weights, padded or not.
     """

@@ -1,4 +1,4 @@
-"""The loop of ``InferenceSession.generate``: choose a token for each slot, apply, hand it out, decode."""
+"""The loop of ``InferenceSession.generate``: choose a token for each slot, apply, yield it, decode."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any

@@ -110,8 +110,8 @@ class Scheduler:
         return [plan for plan in (alone, others) if any(plan.rows)]
 
     def _beside_decodes(self, outcome: StepOutcome, rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Return the rows that run beside requests that decode, which wait for them: those of the oldest prompt, and its neighbours."""
-        # An enqueue computes a rectangle of slots and tokens: with a long prompt beside short ones, or slots between, most of it in vain.
+        """Return the rows that run next to requests that decode, which wait for them: rows of the oldest prompt, and of its neighbours."""
+        # An enqueue computes a rectangle of slots and tokens: with a long prompt next to short ones, or slots between, most of it in vain.
         # The number of slots is a power of two, so that few shapes of steps are captured.
         prompts = [slot for slot, row in enumerate(rows) if row]
         first, count = min(prompts, key=lambda slot: outcome.running[slot].index), 1
@@ -121,7 +121,7 @@ class Scheduler:
         return [row if first <= slot < first + count else [] for slot, row in enumerate(rows)]
 
     def prefill_limit(self, outcome: StepOutcome, plan: StepPlan) -> int | None:
-        """Return the most tokens of each prompt beside requests that decode, so that these do not wait for long; None without any."""
+        """Return the most tokens of each prompt next to requests that decode, so that these do not wait for long; None without any."""
         return max(1, self._prefill_chunk // sum(map(bool, plan.rows))) if _has_decodes(outcome) else None
 
     def _next_row(self, outcome: StepOutcome, slot: int) -> Sequence[int]:

@@ -99,7 +99,7 @@ class InferenceSession(Uncopyable):
     draft : "ngram", "off" or Drafter, optional
         Default of speculative decoding, for requests without ``draft``: see :meth:`generate`. Off if left out.
     prefill_chunk : int
-        Most prompt tokens that :meth:`step` runs beside requests that decode (chunked prefill).
+        Most prompt tokens that :meth:`step` runs together with requests that decode (chunked prefill).
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.
 
@@ -457,7 +457,8 @@ class InferenceSession(Uncopyable):
         Raises
         ------
         ConfigError
-            The session was opened without ``max_embeddings``; or images of the model need more than rows; or rows are not finite.
+            The session was opened without ``max_embeddings``, or with ``draft``. Or the model needs more for images than rows, such as
+            positions of three axes. Or rows are not finite.
         CapacityError
             There are more than ``max_embeddings`` different rows.
         ShapeError, DTypeError, ClosedError
@@ -825,7 +826,7 @@ class InferenceSession(Uncopyable):
         draft : "ngram", "off" or Drafter, optional
             Speculative decoding. A draft proposes the next tokens, and one enqueue verifies them: the tokens are those without drafts, and
             come faster where a draft is right. ``"ngram"`` looks the last tokens up in the prompt and in what was generated (prompt
-            lookup): for texts that repeat parts of the prompt. What the session was opened with if left out, such as a draft model.
+            lookup): for texts that repeat parts of the prompt. If left out, the drafter of the session, such as a draft model.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -1092,9 +1093,10 @@ class InferenceSession(Uncopyable):
 
     @exclusive
     def step(self) -> list[RequestHandle]:
-        """Advance the submitted requests: one chunk of each new prompt; all others together, by one token or their drafts.
+        """Advance the submitted requests: new prompts by one chunk, all others together, by one token or their drafts.
 
-        Beside requests that decode, the chunks of a step have ``prefill_chunk`` tokens together (chunked prefill).
+        If some requests decode, only the oldest prompt runs with them, and prompts in the slots after it if they fit: at most
+        ``prefill_chunk`` tokens together (chunked prefill). The other prompts wait.
 
         Before that, compaction frees the slots of requests that have ended, and the next requests in the queue get the free slots. The
         tokens of a request do not depend on other requests: they equal those of :meth:`generate`.

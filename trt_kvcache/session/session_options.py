@@ -35,7 +35,7 @@ ENGINE_ALIASES = {"reference": "numpy"}
 #: Names of some options in other projects.
 OTHER_NAMES = {**OTHER_BUILD_NAMES, "backend": "engine", "device_id": "device", "prompt_cache": "prompt_cache_bytes"}
 
-#: Prompt tokens beside requests that decode. 256 take an H100 1.6 times as long as one token of an 8B model in 16 bits.
+#: Prompt tokens of a step with requests that decode. 256 take an H100 1.6 times as long as one token of an 8B model in 16 bits.
 DEFAULT_PREFILL_CHUNK = 256
 
 #: Attention of the NumPy and the PyTorch engine where no variant is named.
@@ -104,7 +104,7 @@ class SessionOptions:
         model folder, opened with ``engine`` and ``dtype`` of this session. The engine of the large model must return the logits of several
         tokens per slot, as an engine does that is opened from a model folder. Off if left out.
     prefill_chunk : int
-        Chunked prefill: most prompt tokens that a ``step`` runs beside requests that decode, so that their tokens do not wait for a long
+        Chunked prefill: most prompt tokens that a ``step`` runs together with requests that decode, so that these do not wait for a long
         prompt. A smaller number makes the time between tokens more even, a larger one the first token of a long prompt earlier. Without
         requests that decode, a step runs up to ``max_prefill_length`` tokens of every prompt.
     max_embeddings : int
@@ -119,8 +119,8 @@ class SessionOptions:
         Most new tokens of a slot in one enqueue; longer prompts are run in chunks. If left out S, at most 512.
     max_logits_per_slot : int or "all", optional
         Most new tokens of a slot whose logits one enqueue returns, for ``score``, ``verify`` and drafts; ``"all"`` for
-        ``max_prefill_length``. If left out 1 for TensorRT, or 17 with ``draft``, and for NumPy and PyTorch up to 64, also where an engine
-        folder was built with fewer. The logits take ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
+        ``max_prefill_length``. If left out, 1 for TensorRT, with ``draft`` 17. If left out for NumPy and PyTorch, up to 64, also with an
+        engine folder that was built for fewer. The logits take ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Dtype of weights, K and V; the checkpoint's if left out. ``"fp16"``, ``"half"``, ``"bf16"`` and ``"fp32"`` are short names.
     attention : {"auto", "native", "mask", "plugin"}, optional

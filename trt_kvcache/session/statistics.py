@@ -14,7 +14,7 @@ class SessionStatistics:
     prefill_tokens : int
         Prompt tokens that were run; padding is not counted.
     reused_tokens : int
-        Prompt tokens that did not have to be run, because their K and V were in the cache, also of another slot, or in the prompt cache.
+        Prompt tokens that did not have to be run, because their K and V were in the slot, in another slot, or in the prompt cache.
     decode_steps : int
         Enqueues of one token per slot, or of one token and a draft.
     decode_tokens : int

@@ -113,7 +113,7 @@ class Timeline:
         Returns
         -------
         float
-            Of the clock.
+            Seconds, measured by the clock.
         """
         return self._clock() - self._started
 

@@ -29,6 +29,7 @@ from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS, FixedProducts, SortedProducts
 from trt_kvcache.torch_engine.kernel_experts import KernelExperts
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
+from trt_kvcache.torch_engine.kernel_router import KernelRouter
 from trt_kvcache.torch_engine.kernel_variants import decoder_variants
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
@@ -36,6 +37,7 @@ from trt_kvcache.torch_engine.operations import Elementwise, Operations, Project
 from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace, packed_weights_are_supported
 from trt_kvcache.torch_engine.positions import PositionFactors
 from trt_kvcache.torch_engine.quantized_rows import QuantizedRowsAttention
+from trt_kvcache.torch_engine.router import route
 from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_supported
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
@@ -234,6 +236,7 @@ class TorchEngine(DecoderEngine):
             states=KernelStates(step, self._views, stream) if self._has_state_kernels else TorchStates(step),
             elementwise=elementwise,
             projections=projections,
+            router=KernelRouter(self._views, stream) if has_kernels else route,
             experts=KernelExperts(experts, elementwise, self._views, stream) if has_kernels or self._workspace is not None else experts,
         )
 

@@ -1,4 +1,4 @@
-"""Projections of the same input as one matrix, in the memory order of the device."""
+"""Projections of the same input as one matrix, in the memory order that the device multiplies fastest."""
 
 from __future__ import annotations
 

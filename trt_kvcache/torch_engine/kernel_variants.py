@@ -33,6 +33,7 @@ def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> It
     yield variant_name(LINEAR_SOURCE, dtype, ROW_COUNTS[0])
     if any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers):
         yield variant_name(EXPERT_SOURCE, dtype, TILE_ROWS)
+        yield "router"
     yield from ("decoder_layer", "lengths")
 
 

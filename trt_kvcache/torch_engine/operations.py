@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from trt_kvcache.model import ClampedSwiGLU, MlpConfig
+from trt_kvcache.model import ClampedSwiGLU, MlpConfig, RouterConfig
 from trt_kvcache.model.mlp_config import Activation
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
@@ -98,6 +98,15 @@ class Experts:
         """Return the projections of one expert: into it, and out of it."""
         inputs_bias, down_bias = (None if bias is None else bias[expert] for bias in (self.inputs_bias, self.down_bias))
         return TorchProjection(self.inputs[expert], inputs_bias), TorchProjection(self.down[expert], down_bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterWeights:
+    """Weights of a router in float32, as they are stored: ``weight`` ``[E, hidden]``, ``bias`` and ``choice_bias`` ``[E]`` or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None
 
 
 class HeadCounts(NamedTuple):
@@ -199,11 +208,21 @@ class StateOperations(Protocol):
         """Return the norm of column groups of ``x`` ``[A, s, columns]``, times the SiLU of a gate before or after it."""
 
 
+class Router(Protocol):
+    """The choice of the experts of each row, with their weights."""
+
+    def __call__(self, router: RouterConfig, weights: RouterWeights, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts of each row ``[n, hidden]``, int32 or int64 ``[n, k]``, and their weights float32 ``[n, k]``.
+
+        All is computed in float32. Of equal scores, the expert with the lower number is chosen.
+        """
+
+
 class ExpertProducts(Protocol):
     """Products of rows with the experts that a router has chosen for them."""
 
     def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
-        """Return the sums ``[n, hidden]`` of the outputs of the experts ``chosen`` int64 ``[n, k]`` for ``rows`` ``[n, hidden]``, times
+        """Return the sums ``[n, hidden]`` of the outputs of the experts ``chosen`` ``[n, k]`` for ``rows`` ``[n, hidden]``, times
         ``weights`` float32 ``[n, k]``.
         """
 
@@ -217,6 +236,7 @@ class Operations:
     states: StateOperations
     elementwise: Elementwise
     projections: Projections
+    router: Router
     experts: ExpertProducts
     per_layer_inputs: torch.Tensor | None = None  # [layers, A, s, size] of a step, from the per-layer embedding
 

@@ -1,4 +1,4 @@
-"""``PackedMatrix``: a matrix of fewer than 16 bits a weight on a device; ``PackedParts``: several ones below each other."""
+"""``PackedMatrix``: a matrix of fewer than 16 bits a weight on a device; ``PackedParts``: several, with concatenated outputs."""
 
 from __future__ import annotations
 

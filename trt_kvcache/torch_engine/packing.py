@@ -1,4 +1,4 @@
-"""Weights in the layout of the packed kernels: quantized ones of any format of a checkpoint that these know, and rounded ones."""
+"""Weights in the layout of the packed kernels: quantized ones, of checkpoint formats that these kernels support, and rounded ones."""
 
 from __future__ import annotations
 

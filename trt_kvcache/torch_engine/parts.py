@@ -1,6 +1,6 @@
 """The mixers of a decoder layer, with their weights. Projections of the same input are fused into one matrix.
 
-Each maps its normalised input ``[A, s, hidden]`` to that shape. Shapes: A slots, s new tokens per slot.
+Input (after the norm) and output of each are ``[A, s, hidden]``. Shapes: A slots, s new tokens per slot.
 """
 
 from __future__ import annotations

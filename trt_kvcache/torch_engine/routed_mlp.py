@@ -9,8 +9,7 @@ import torch
 from trt_kvcache.model import RoutedMlpConfig
 from trt_kvcache.torch_engine.fused_projections import fused
 from trt_kvcache.torch_engine.mlp import Mlp
-from trt_kvcache.torch_engine.operations import Experts, Operations, TorchProjection
-from trt_kvcache.torch_engine.router import RouterWeights, route
+from trt_kvcache.torch_engine.operations import Experts, Operations, RouterWeights, TorchProjection
 from trt_kvcache.torch_engine.stored_weights import StoredWeights
 
 
@@ -52,7 +51,7 @@ class RoutedMlp:
         """Return the output."""
         rows = normed.flatten(0, 1)
         project = operations.projections.project
-        experts, weights = route(self.config.router, self.router, rows)
+        experts, weights = operations.router(self.config.router, self.router, rows)
         taken = rows if self.latent is None else project(self.latent[0], normed).flatten(0, 1)
         mixed = operations.experts(taken, experts, weights, self.experts).unflatten(0, normed.shape[:2])
         if self.latent is not None:

@@ -5,25 +5,15 @@ Shapes: n rows, k experts of each, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.model import RouterConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterWeights:
-    """Weights of a router in float32, as they are stored: ``weight`` ``[E, hidden]``, ``bias`` and ``choice_bias`` ``[E]`` or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    choice_bias: torch.Tensor | None
+from trt_kvcache.torch_engine.operations import RouterWeights
 
 
 def route(router: RouterConfig, weights: RouterWeights, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts of each row ``[n, hidden]`` int64 ``[n, k]``, and their weights float32 ``[n, k]``. All is computed in float32."""
+    """See :class:`~trt_kvcache.torch_engine.operations.Router`; experts are int64."""
     return chosen(router, F.linear(rows.float(), weights.weight, weights.bias), weights.choice_bias)
 
 

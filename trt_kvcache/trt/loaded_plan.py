@@ -1,4 +1,4 @@
-"""``LoadedPlan``: a serialised engine ("plan") in TensorRT, with an execution context for each optimisation profile, or two."""
+"""``LoadedPlan``: a serialised engine ("plan") in TensorRT, with one or two execution contexts for each optimisation profile."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""``PluginNode``: a plugin layer of a network before the network has it."""
+"""``PluginNode``: description of a plugin layer, before it is added to a network."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

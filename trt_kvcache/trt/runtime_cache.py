@@ -1,8 +1,8 @@
 """The runtime cache of TensorRT for RTX, in the user's cache folder.
 
 TensorRT for RTX compiles kernels at run time, for the GPU that it finds. Its runtime cache (``IRuntimeCache``) can be serialised, which
-makes the next start fast. All plans of an engine share one cache, in one file for what the engine computes, on one GPU with one major
-version of the driver and one release of TensorRT: all of them are part of its name. No such cache has been written on a GPU yet.
+makes the next start fast. All plans of an engine share one cache, in one file. Its name is a hash of the network, the GPU, the major
+version of its driver and the release of TensorRT. No such cache has been written on a GPU yet.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Installed wheels whose names end with their CUDA, compared with the CUDA that the NVIDIA driver supports."""
+"""Installed wheels whose names end with a CUDA version, compared with the CUDA version that the NVIDIA driver supports."""
 
 import re
 from collections.abc import Mapping

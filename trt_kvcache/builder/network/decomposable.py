@@ -1,4 +1,4 @@
-"""``attention_layer_config``: mark the attention of a layer as decomposable, with a reason.
+"""``attention_layer_config``: decide, with a reason, if TensorRT may decompose the attention of a layer.
 
 Where TensorRT has no fused attention kernel, it refuses to build the layer unless ``IAttention.decomposable`` allows it to use several
 plain layers instead. That is decided here, with a reason that can be shown: decomposed attention writes its scores to memory and is

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): one pair of tables for each kind of RoPE, one TensorRT layer for each of q and k."""
+"""Rotary position embedding (RoPE): a pair of tables for each variant of RoPE, one TensorRT layer for each of q and k."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

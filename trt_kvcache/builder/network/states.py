@@ -1,4 +1,4 @@
-"""States of a layer: an input and an output of a network each."""
+"""States of a layer: each is an input and an output of the network."""
 
 from typing import Any
 

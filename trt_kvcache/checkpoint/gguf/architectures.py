@@ -1,4 +1,4 @@
-"""Architectures of GGUF (``general.architecture``): family in transformers, configuration, names and order of tensors."""
+"""Architectures of GGUF (``general.architecture``): family in transformers, configuration, names of tensors and order of their rows."""
 
 from __future__ import annotations
 

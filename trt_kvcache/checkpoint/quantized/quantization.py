@@ -15,7 +15,7 @@ _HINT = "Such as int8, int4, int4:128, or int4:32,head=int8."
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Schemes by which weights are rounded to the nearest integers of a scale."""
+    """Schemes by which weights are rounded to the nearest multiples of a scale."""
 
     weights: str
     embedding: str | None = None

@@ -1,4 +1,4 @@
-"""Check H: seconds that compilation at run time takes: of a first step, of a new shape, and in a second process."""
+"""Check H: seconds of compilation at run time: for a first step, for a new shape, and in a second process."""
 
 from __future__ import annotations
 

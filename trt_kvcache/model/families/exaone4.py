@@ -1,4 +1,4 @@
-"""EXAONE 4: post-norms, norms of q and k, and with a sliding window no RoPE in the full-attention layers between."""
+"""EXAONE 4: post-norms, norms of q and k; in models with sliding windows, full-attention layers have no RoPE."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import olmo2

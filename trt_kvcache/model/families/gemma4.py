@@ -15,7 +15,7 @@ _FAMILY = with_tower(
     title="Gemma 4 (vision, audio)",
     renamed=LLAVA_NAMES,
     towers=TOWERS,
-    images_need="attention both ways inside an image, or per-layer embeddings of token ids",
+    images_need="bidirectional attention inside an image, or per-layer embeddings of token ids",
 )
 
 FAMILY = replace(_FAMILY, uses=_FAMILY.uses | {"audio_config"})

@@ -13,7 +13,7 @@ _FAMILY = with_tower(
     title="Gemma 4 unified (vision, audio)",
     renamed=LLAVA_NAMES,
     towers=(*TOWERS, "vision_embedder.", "model.vision_embedder."),
-    images_need="attention both ways inside an image",
+    images_need="bidirectional attention inside an image",
 )
 
 FAMILY = replace(_FAMILY, uses=_FAMILY.uses | {"audio_config"})

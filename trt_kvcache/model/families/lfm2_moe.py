@@ -1,4 +1,4 @@
-"""LFM2-MoE: LFM2 with experts after the first layers. Their scores are sigmoids, and a bias of each expert has a say in the choice."""
+"""LFM2-MoE: LFM2 with experts after the first layers. Scores are sigmoids; a bias of each expert is added for the choice only."""
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import lfm2

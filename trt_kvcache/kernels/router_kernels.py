@@ -1,0 +1,113 @@
+"""The router of a routed MLP for a few rows: its logits, and the experts that it chooses, with their weights.
+
+Shapes: n rows, k experts of each, E experts. For engines: nothing is checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
+from trt_kvcache.kernels.host_arrays import array_of
+from trt_kvcache.kernels.kernel import Kernel
+from trt_kvcache.kernels.launch import address, launch, starts_early
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import RouterConfig
+
+#: Rows of a call at most: more are for products of whole tiles.
+MAX_ROUTER_ROWS = 64
+
+#: Experts at most, and chosen ones: ``kExpertsPerLane`` of 32 lanes, and ``kMaxChoices`` in the source.
+MAX_EXPERTS, MAX_CHOICES = 512, 32
+
+#: Inputs that a thread multiplies at once: their number is a multiple.
+ROUTER_INPUTS = 4
+
+_SOURCE, _WARP = "router", 32
+_LOGIT_THREADS, _LOGIT_ROWS = 128, 8  # kThreads and kRows of the source
+
+
+def router_is_supported(router: RouterConfig, inputs: int, dtype: str) -> bool:
+    """Return True if the kernels compute this router for rows of ``inputs`` elements of a dtype: all experts are one group."""
+    return (
+        router.num_groups == 1
+        and router.num_experts <= MAX_EXPERTS
+        and router.experts_per_token <= MAX_CHOICES
+        and inputs % ROUTER_INPUTS == 0
+        and dtype in ELEMENT_TYPES
+    )
+
+
+# --- NumPy, for host memory ---
+
+
+def _logits_on_host(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, logits: DeviceTensor, stream: Any) -> None:
+    products = array_of(x).astype(np.float32) @ array_of(weight).T
+    array_of(logits)[:] = products if bias is None else products + array_of(bias)
+
+
+def _choose_on_host(
+    logits: DeviceTensor, choice_bias: DeviceTensor | None, chosen: DeviceTensor, weights: DeviceTensor, router: RouterConfig, stream: Any
+) -> None:
+    scores = array_of(logits)
+    if router.scores == "softmax":
+        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+    else:
+        with np.errstate(over="ignore"):  # far below 0, where the score becomes 0
+            scores = 1 / (1 + np.exp(-scores))
+    chosen_by = scores if choice_bias is None else scores + array_of(choice_bias)
+    experts = np.argsort(-chosen_by, axis=1, kind="stable")[:, : router.experts_per_token]
+    factors = np.take_along_axis(scores, experts, axis=1)
+    if router.renormalise:
+        factors = factors / (factors.sum(axis=1, keepdims=True) + np.float32(router.sum_epsilon))
+    array_of(chosen)[:] = experts
+    array_of(weights)[:] = factors * np.float32(router.factor)
+
+
+# --- CUDA: launches of plugins/router.cu ---
+
+
+def _logits_on_device(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | None, logits: DeviceTensor, stream: Any) -> None:
+    rows, inputs = x.shape
+    launch(
+        x.memory,
+        _SOURCE,
+        f"router_logits_{x.dtype}",
+        (len(weight), -(-rows // _LOGIT_ROWS), 1),
+        (x.ptr, weight.ptr, address(bias), logits.ptr, rows, inputs // ROUTER_INPUTS),
+        stream,
+        threads=_LOGIT_THREADS,
+        programmatic_dependent_launch=starts_early(x.memory),
+    )
+
+
+def _choose_on_device(
+    logits: DeviceTensor, choice_bias: DeviceTensor | None, chosen: DeviceTensor, weights: DeviceTensor, router: RouterConfig, stream: Any
+) -> None:
+    rows, choices = chosen.shape
+    options = (int(router.scores == "softmax"), int(router.renormalise), float(router.sum_epsilon), float(router.factor))
+    launch(
+        logits.memory,
+        _SOURCE,
+        "choose_experts",
+        (rows, 1, 1),
+        (logits.ptr, address(choice_bias), chosen.ptr, weights.ptr, router.num_experts, choices, *options),
+        stream,
+        threads=_WARP,
+        programmatic_dependent_launch=starts_early(logits.memory),
+    )
+
+
+# --- without checks, for engines ---
+
+
+#: Write the products of rows ``x [n, in]`` with ``weight [E, in]``, plus ``bias [E]`` or None, into ``logits [n, E]``, all float32 but x.
+#: On a GPU weights and biases, here and below, are read early: the launch before this one on the stream may not write them.
+router_logits_kernel = Kernel(_logits_on_host, _logits_on_device)
+
+#: Write the experts with the highest scores of each row of ``logits``, of equal ones those with the lower numbers, into ``chosen`` int32
+#: ``[n, k]``, and their weights into ``weights`` float32 ``[n, k]``. ``choice_bias [E]`` or None is added to scores for the choice only.
+choose_experts_kernel = Kernel(_choose_on_host, _choose_on_device)
