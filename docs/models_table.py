@@ -105,12 +105,14 @@ def beyond_llama(models: list[ModelConfig]) -> list[str]:
 
 
 def verdicts(family: str) -> list[str]:
-    """Return the verdict of each engine on the golden models of a family, some of which need more features than others."""
+    """Return the verdict of each engine on the golden and published models of a family, some of which need more features than others."""
     found = []
+    needs = [features(model) for model in (*golden_models(family), *published_models(family))]
     for path, word in ENGINES.values():
-        needs = [features(model) for model in golden_models(family)]
-        computed = [path is None or need.keys() <= computed_features(ROOT / path) for need in needs]
-        found.append(word if all(computed) else f"{word} those without experts" if any(computed) else "no")
+        lacking = [[] if path is None else [name for name in need if name not in computed_features(ROOT / path)] for need in needs]
+        first = next((names[0] for names in lacking if names), None)
+        without = "experts" if first == "experts" else FEATURES.get(first or "")
+        found.append(word if first is None else "no" if all(lacking) else f"{word} those without {without}")
     return found
 
 
@@ -119,6 +121,13 @@ def golden_models(family: str) -> list[ModelConfig]:
     golden = ROOT / "tests" / "golden"
     paths = sorted([*golden.glob("*/config.json"), *golden.glob("vision/*/config.json")])
     models = [ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [model for model in models if model.family == family]
+
+
+def published_models(family: str) -> list[ModelConfig]:
+    """Return the published models of a family that open."""
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(PUBLISHED.glob("*.json")))
+    models = [ModelConfig.from_dict(one["config"], default_dtype="bfloat16") for one in found if "is" in one]
     return [model for model in models if model.family == family]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -182,6 +183,15 @@ def test_a_model_that_the_kernels_do_not_run(changes: dict[str, Any], options: d
     with pytest.raises(ConfigError, match=f"^attention: expected native or mask, got plugin: {re.escape(message)}"):
         choose(rtx(), with_mixer(MODEL, **changes), named="plugin", **options)
     assert choose(rtx(), with_mixer(MODEL, num_heads=32, num_kv_heads=2), named="plugin").variant == "plugin"
+
+
+def test_a_layer_that_reads_k_and_v_of_another_one_is_not_for_the_plugin() -> None:
+    layer = MODEL.layers[0]
+    reader = replace(layer, mixer=replace(layer.attention, kv_source_layer=0))
+    model = replace(MODEL, layers=(layer, reader))
+    assert choose(rtx(doctor_passed=True), model).variant == "native"
+    with raises(ConfigError, "attention", "native or mask", "plugin: layers[1].mixer.kv_source_layer = 0"):
+        choose(rtx(), model, named="plugin")
 
 
 def test_a_small_softcap_is_for_the_mask() -> None:

@@ -111,3 +111,18 @@ def test_weights_that_cannot_be_read(copy_of: CopyOf) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_bytes(b"\xff\xfe")
     assert f"{index}: cannot be read" in refused(folder)
+
+
+def test_tensors_of_k_and_v_are_left_out_in_layers_that_read_those_of_another_one(copy_of: CopyOf) -> None:
+    folder = copy_of("gemma4-shared")
+    tensors = {f"model.layers.5.self_attn.{name}.weight": np.ones(3, np.float16) for name in ("k_proj", "v_proj", "k_norm")}
+    edit_tensors(folder, lambda stored: stored.update(tensors))
+    with Checkpoint.open(folder) as checkpoint:
+        assert not tensors.keys() & set(checkpoint.tensor_names)
+
+
+@pytest.mark.parametrize("stray", ["model.layers.2.self_attn.v_proj.weight", "model.layers.5.self_attn.k_proj_2.weight"])
+def test_other_tensors_of_such_a_model_are_not(copy_of: CopyOf, stray: str) -> None:
+    folder = copy_of("gemma4-shared")
+    edit_tensors(folder, lambda stored: stored.update({stray: np.ones(3, np.float16)}))
+    assert f"that a gemma4_text model by config.json does not use: {stray}" in refused(folder)

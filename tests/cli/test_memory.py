@@ -100,6 +100,13 @@ def test_attention_layers_are_counted_among_all_layers(run: Run):
     assert [line.strip("│").split("│")[0].strip() for line in lines if line.startswith("│")] == ["0", "3"]  # 1 and 2 have states
 
 
+def test_k_and_v_of_layers_that_share_them_are_counted_once(run: Run):
+    out = run("memory", GOLDEN / "gemma4-shared", "--max-sequence-length", 32).out
+    assert [line.strip("│").split("│")[0].strip() for line in out.splitlines() if line.startswith("│")] == ["0-1", "2"]
+    assert "shared K/V:   3 more layers read K and V of these" in out
+    assert "per token:    384 B" in out  # float16: K and V of 2 heads of 16 in two layers, and of 1 head of 32
+
+
 def test_states_alone_have_the_limit_that_is_given(run: Run):
     lines = run("memory", GOLDEN / "mamba2", "--gib", 1).out.splitlines()
     assert lines[0] == "1 slot of any number of tokens, float16"

@@ -133,8 +133,9 @@ def save_logits(folder, stored, seed):
     """Write the logits of a model for random token ids."""
     vocab_size = ModelConfig.from_dict(read(folder)).vocab_size
     input_ids = np.random.default_rng(seed).integers(0, vocab_size, LENGTHS[-1])
-    with torch.no_grad():
-        logits = stored(input_ids=torch.from_numpy(input_ids)[None], use_cache=False).logits[0, LENGTHS - 1].numpy()
+    with torch.no_grad():  # all hidden states, as transformers fails to leave some out of a Gemma 4 without per-layer embeddings
+        out = stored(input_ids=torch.from_numpy(input_ids)[None], use_cache=False, output_hidden_states=True)
+        logits = out.logits[0, LENGTHS - 1].numpy()
     small = {"input_ids": input_ids.astype(np.uint8), "lengths": LENGTHS.astype(np.uint8)}
     save_file({**small, "logits": logits}, folder / "golden.safetensors")
     print(f"{folder.name}: logits {logits.shape}, standard deviation {logits.std():.2f}")
@@ -187,7 +188,8 @@ FIELDS = (
     *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step", "moe_intermediate_size", "routed_scaling_factor", "n_group"),
     *("topk_group", "n_shared_experts", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "num_dense_layers"),
     *("use_expert_bias", "moe_latent_size", "swiglu_alpha", "swiglu_limit"),
-    *("attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input"),
+    *("attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
+    "use_double_wide_mlp",
 )
 
 

@@ -88,6 +88,8 @@ SEEDS = {
     "cohere2-bias": 55,
     "gemma4": 73,
     "gemma4-bias": 74,
+    "gemma4-shared": 79,
+    "gemma4-ple": 90,
 }
 
 #: Models with a vision tower, whose text decoders are computed like the models above: in the folder ``vision``.
@@ -104,11 +106,14 @@ VISION_SEEDS = {
     "qwen3_vl-bias": 48,
     "qwen2_5_vl": 49,
     "qwen2_5_vl-window": 50,
+    "gemma4": 52,
+    "gemma4_unified": 53,
 }
 
 #: Prefixes under which their tensors are stored, in place of ``model.`` and ``lm_head.``, and the prefixes of their towers.
 _LLAVA_4 = ("language_model.model.", "language_model.lm_head.", ("vision_tower.", "multi_modal_projector."))
 _LLAVA_5 = ("model.language_model.", "lm_head.", ("model.vision_tower.", "model.multi_modal_projector."))
+_GEMMA_4 = ("model.language_model.", "lm_head.", ("model.vision_tower.", "model.audio_tower.", "model.embed_vision."))
 _QWEN = ("model.language_model.", "lm_head.", ("model.visual.",))
 STORED = {
     "gemma3": _LLAVA_4,
@@ -122,6 +127,8 @@ STORED = {
     "qwen3_vl-bias": _QWEN,
     "qwen2_5_vl": ("model.", "lm_head.", ("visual.",)),
     "qwen2_5_vl-window": _QWEN,
+    "gemma4": _GEMMA_4,
+    "gemma4_unified": (*_GEMMA_4[:2], ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio.")),
 }
 
 

@@ -10,7 +10,18 @@ import numpy as np
 
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
-from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, QkNormConfig, QueryScaling, RopeConfig
+from trt_kvcache.model import (
+    AttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    PerLayerEmbeddingConfig,
+    PerLayerInputConfig,
+    QkNormConfig,
+    QueryScaling,
+    RopeConfig,
+)
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 NORM = NormConfig(epsilon=1e-5)
@@ -19,11 +30,14 @@ ROPE = RopeConfig(kind="default", theta=100.0)
 HALF = RopeConfig(kind="linear", theta=500.0, factor=2.0, partial_rotary_factor=0.5)
 
 #: Parts of the names of norms that have an offset in :func:`mixed_model`.
-_WITH_OFFSET = (".0.", ".2.self_attn", "model.norm")
+_WITH_OFFSET = (".0.", ".2.self_attn", ".4.self_attn", "post_per_layer", "model.norm")
 
 
-def mixed_model(*head_dims: int) -> ModelConfig:
-    """Return a model of four layers whose heads are of these four sizes."""
+def mixed_model(*head_dims: int, plugin_layers: bool = False) -> ModelConfig:
+    """Return a model of four layers whose heads are of these four sizes, and a fifth that reads K and V of the third.
+
+    Two layers have per-layer embeddings. ``plugin_layers``: without these and the fifth layer, as networks with plugin layers need it.
+    """
     sizes = ((4, 2), (6, 2), (3, 3), (4, 1))
     plain = [AttentionConfig(num_heads=q, num_kv_heads=kv, head_dim=dim, rope=ROPE) for (q, kv), dim in zip(sizes, head_dims, strict=True)]
     layers = (
@@ -64,6 +78,13 @@ def mixed_model(*head_dims: int) -> ModelConfig:
             parallel=True,
         ),
     )
+    reader = replace(plain[2], num_heads=6, rope=HALF, window=3, kv_source_layer=2, qk_norm=QkNormConfig(norm=OFFSET))
+    embedding = None
+    if not plugin_layers:
+        embedding = PerLayerEmbeddingConfig(vocab_size=47, size=6, norm=NORM)
+        gelu, silu = (PerLayerInputConfig(size=6, activation=name, output_norm=OFFSET) for name in ("gelu_tanh", "silu"))
+        fifth = LayerConfig(mixer=reader, mlp=MlpConfig(intermediate_size=16), input_norm=NORM, mlp_norm=NORM, per_layer_input=silu)
+        layers = (*layers[:2], replace(layers[2], per_layer_input=gelu), layers[3], fifth)
     return ModelConfig(
         family="gemma4_text",  # which has names for all norms, and for the scale of a layer
         vocab_size=43,
@@ -79,6 +100,7 @@ def mixed_model(*head_dims: int) -> ModelConfig:
         rounds_embedding_multiplier=True,
         final_softcap=5.0,
         logits_divisor=1.7,
+        per_layer_embedding=embedding,
     )
 
 
@@ -133,7 +155,7 @@ def without(model: ModelConfig) -> dict[str, ModelConfig]:
         layers[layer] = replace(layers[layer], **{"mixer": replace(layers[layer].mixer, **mixer), **rest})  # type: ignore[arg-type]
         return replace(model, layers=tuple(layers))
 
-    first, third = model.layers[0], model.layers[2]
+    first, third, fifth = model.layers[0], model.layers[2], model.layers[4]
     no_offset = replace(OFFSET, weight_offset=0.0)
     return {
         "window": changed(0, window=None),
@@ -170,6 +192,16 @@ def without(model: ModelConfig) -> dict[str, ModelConfig]:
         "v_norm": changed(2, v_norm_epsilon=None),
         "values_are_keys": changed(2, values_are_keys=False),
         "output_scale": changed(2, output_scale=False),
+        "per_layer_embeddings": changed(4, per_layer_input=None),
+        "which activation of a per-layer gate": changed(2, per_layer_input=replace(fifth.per_layer_input, activation="silu")),
+        "the offset of a norm of per-layer inputs": changed(4, per_layer_input=replace(fifth.per_layer_input, output_norm=no_offset)),
+        "the epsilon of the norm of the per-layer projection": replace(
+            model, per_layer_embedding=replace(model.per_layer_embedding, norm=replace(NORM, epsilon=0.5))
+        ),
+        "shared_kv": changed(4, kv_source_layer=None),
+        "a token of the window over shared rows": changed(4, window=4),
+        "norms of heads over shared rows": changed(4, qk_norm=None),
+        "RoPE of queries over shared rows": changed(4, rope=None),
         "full_qk_norm": changed(1, qk_norm=None),
         "which activation": changed(2, mlp=replace(third.mlp, activation="gelu_tanh")),
     }

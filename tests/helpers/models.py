@@ -145,6 +145,8 @@ NEXT_TO_TEXT: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "bos_token_id": 151643,
     },
+    "gemma4": {"eos_token_id": [1, 6]},
+    "gemma4_unified": {"dtype": "float16"},
 }
 
 

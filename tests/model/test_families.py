@@ -11,7 +11,7 @@ import pytest
 
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig, QueryScaling, RopeConfig, RoutedMlpConfig
+from trt_kvcache.model import ModelConfig, PerLayerEmbeddingConfig, PerLayerInputConfig, QueryScaling, RopeConfig, RoutedMlpConfig
 from trt_kvcache.model.families.registry import FAMILIES
 
 #: RoPE of Devstral 2, whose queries are not scaled.
@@ -73,6 +73,27 @@ def test_heads_of_gemma_4_are_of_two_sizes_in_either_spelling() -> None:
     assert golden("gemma4", global_head_dim=7, per_layer_config={"1": sizes, "3": sizes}) == golden("gemma4")
     assert [mixer.num_kv_heads for mixer in (layer.attention for layer in golden("gemma4", attention_k_eq_v=False).layers)] == [2] * 4
     assert golden("gemma4", global_head_dim=None).layers[1].attention.head_dim == 512
+
+
+def test_the_last_layers_of_gemma_4_read_k_and_v_of_the_last_ones_of_their_types_before_them() -> None:
+    layers = golden("gemma4-shared").layers
+    assert [layer.attention.kv_source_layer for layer in layers] == [None, None, None, 1, 1, 2]
+    assert [layer.mlp.intermediate_size for layer in layers] == [44] * 3 + [88] * 3
+    assert [layer.attention.values_are_keys for layer in layers] == [False, False, True, False, False, False]
+    narrow = golden("gemma4-shared", use_double_wide_mlp=False)
+    assert {layer.mlp.intermediate_size for layer in narrow.layers} == {44}
+    alone = golden("gemma4-shared", num_kv_shared_layers=None)
+    assert {(layer.attention.kv_source_layer, layer.mlp.intermediate_size) for layer in alone.layers} == {(None, 44)}
+
+
+def test_the_per_layer_embedding_of_gemma_4() -> None:
+    model = golden("gemma4-ple")
+    assert model.per_layer_embedding == PerLayerEmbeddingConfig(vocab_size=83, size=12, norm=model.final_norm)
+    expected = PerLayerInputConfig(size=12, activation="gelu_tanh", output_norm=model.final_norm)
+    assert {layer.per_layer_input for layer in model.layers} == {expected}
+    absent = golden("gemma4-ple", hidden_size_per_layer_input=None, vocab_size_per_layer_input=3)
+    assert (absent.per_layer_embedding, {layer.per_layer_input for layer in absent.layers}) == (None, {None})
+    assert golden("gemma4-ple", vocab_size_per_layer_input=None).per_layer_embedding.vocab_size == 262144
 
 
 def test_gemma_4_without_its_optional_fields() -> None:
@@ -208,9 +229,19 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("gemma4", {"enable_moe_block": True}, "enable_moe_block: .* has a mixture of experts"),
         ("gemma4", {"enable_moe_block": 1}, "enable_moe_block: expected true or false, got 1"),
         ("gemma4", {"attention_k_eq_v": "yes"}, "attention_k_eq_v: expected true or false, got 'yes'"),
-        ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: .* has layers that share K and V, which is not supported"),
-        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers: expected an integer >= 0, got -1"),
-        ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: .* has per-layer embeddings, which is not supported"),
+        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers: expected an integer from 0 to 3, got -1"),
+        ("gemma4", {"num_kv_shared_layers": 4}, "num_kv_shared_layers: expected an integer from 0 to 3, got 4"),
+        ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers: expected a number that leaves a layer of full_attention"),
+        ("gemma4", {"num_kv_shared_layers": True}, "num_kv_shared_layers: expected an integer, got True"),
+        ("gemma4", {"num_kv_shared_layers": 1.0}, r"num_kv_shared_layers: expected an integer, got 1\.0"),
+        ("gemma4-shared", {"use_double_wide_mlp": "no"}, "use_double_wide_mlp: expected true or false, got 'no'"),
+        ("gemma4-shared", {"intermediate_size": 2**30}, "intermediate_size: expected an integer from 1 to"),
+        ("gemma4-ple", {"hidden_size_per_layer_input": -8}, "hidden_size_per_layer_input: expected an integer >= 0, got -8"),
+        ("gemma4-ple", {"hidden_size_per_layer_input": 2.0}, r"hidden_size_per_layer_input: expected an integer, got 2\.0"),
+        ("gemma4-ple", {"hidden_size_per_layer_input": "12"}, "hidden_size_per_layer_input: expected an integer, got '12'"),
+        ("gemma4-ple", {"hidden_size_per_layer_input": 2**30}, r"per_layer_embedding\.size \* num_layers: expected an integer from 1 to"),
+        ("gemma4-ple", {"vocab_size_per_layer_input": 70}, "vocab_size_per_layer_input: expected at least vocab_size=71, .*, got 70"),
+        ("gemma4-ple", {"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input: expected a positive integer, got 0"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: expected null or vision"),
         ("gemma4", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types: expected full_attention for the last"),
         ("gemma4", {"rope_theta": 100.0}, "rope_theta: expected nothing, since rope_parameters has it"),

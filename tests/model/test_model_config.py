@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RopeConfig
+from trt_kvcache.model import (
+    AttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    PerLayerEmbeddingConfig,
+    PerLayerInputConfig,
+    QkNormConfig,
+    RopeConfig,
+)
 
 
 def new_spelling(**changes: Any) -> dict[str, Any]:
@@ -276,3 +286,76 @@ def test_how_keys_are_rotated_is_said_by_layer_where_layers_differ() -> None:
     assert config.rope_at_length(64) == plain
     without_rope = replace(config.layers[0], mixer=replace(config.layers[0].mixer, rope=None))
     assert replace(config, layers=(config.layers[0], without_rope)).rope_at_length(64) == {"ropes": [plain, None], "layers": [0, 1]}
+
+
+def sharing(**changes: Any) -> ModelConfig:
+    """Return a model whose third and fifth layers read K and V of the second one."""
+    config = ModelConfig.from_dict(new_spelling(num_hidden_layers=5))
+    reader = replace(config.layers[2], mixer=replace(config.layers[2].attention, **{"kv_source_layer": 1, **changes}))
+    return replace(config, layers=(*config.layers[:2], reader, config.layers[3], reader))
+
+
+def test_layers_that_read_k_and_v_of_another_one_are_none_of_the_cache() -> None:
+    config = sharing(num_heads=3, rope=None, window=4)
+    assert (config.attention_indices, config.kv_indices, config.kv_of_attention) == ((0, 1, 2, 3, 4), (0, 1, 3), (0, 1, 1, 2, 1))
+    assert [mixer.num_heads for mixer in config.attention_layers] == [6, 6, 3, 6, 3]
+    assert [mixer.num_heads for mixer in config.kv_layers] == [6, 6, 6]
+    assert config.rope_at_length(64) == {"rope_type": "default", "rope_theta": 500000.0}
+    assert ModelConfig.from_description(json.loads(json.dumps(config.to_description()))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_source_layer": -1}, r"AttentionConfig\.kv_source_layer: expected an integer from 0 to 9999, got -1"),
+        ({"kv_source_layer": 10000}, r"AttentionConfig\.kv_source_layer: expected an integer from 0 to 9999, got 10000"),
+        (
+            {"kv_source_layer": 2},
+            r"layers\[2\]\.mixer\.kv_source_layer: expected an earlier attention layer that stores 3 heads of 16, got layer 2",
+        ),
+        ({"kv_source_layer": 3}, r"layers\[2\]\.mixer\.kv_source_layer: expected an earlier attention layer .*, got layer 3"),
+        ({"kv_source_layer": 99}, r"layers\[2\]\.mixer\.kv_source_layer: expected an earlier attention layer .*, got layer 99"),
+        ({"num_kv_heads": 2}, r"expected an earlier attention layer that stores 2 heads of 16, got layer 1"),
+        ({"head_dim": 32}, r"expected an earlier attention layer that stores 3 heads of 32, got layer 1"),
+        ({"v_norm_epsilon": 1e-6}, r"v_norm_epsilon: expected none in a layer that reads K and V of another, got 1e-06"),
+        ({"values_are_keys": True}, r"values_are_keys: expected none in a layer that reads K and V of another, got True"),
+        (
+            {"qk_norm": QkNormConfig(norm=NormConfig(epsilon=1e-5), after_rope=True)},
+            r"QkNormConfig\.after_rope: expected False in a layer that reads K and V of another, got True",
+        ),
+    ],
+)
+def test_layers_that_cannot_read_k_and_v_of_another_one(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sharing(**changes)
+
+
+def test_a_layer_reads_no_rows_of_a_layer_that_reads_others_itself() -> None:
+    config = sharing()
+    chained = replace(config.layers[4], mixer=replace(config.layers[4].attention, kv_source_layer=2))
+    with pytest.raises(ConfigError, match=r"layers\[4\]\.mixer\.kv_source_layer: expected an earlier attention layer .*, got layer 2"):
+        replace(config, layers=(*config.layers[:4], chained))
+
+
+@pytest.mark.parametrize(
+    ("embedding", "size", "message"),
+    [
+        (None, 8, r"ModelConfig\.layers\[1\]\.per_layer_input\.size: expected None, the size of per_layer_embedding, got 8"),
+        ({"size": 4}, 8, r"ModelConfig\.layers\[1\]\.per_layer_input\.size: expected 4, the size of per_layer_embedding, got 8"),
+        ({"size": 4}, None, r"ModelConfig\.per_layer_embedding: expected none without a layer that has a per_layer_input"),
+        ({"vocab_size": 60}, 8, r"ModelConfig\.per_layer_embedding\.vocab_size: expected at least 61, a row of each token, got 60"),
+    ],
+)
+def test_per_layer_embeddings_that_contradict_their_layers(embedding: dict[str, int] | None, size: int | None, message: str) -> None:
+    norm = NormConfig(epsilon=1e-5)
+    config = ModelConfig.from_dict(new_spelling())
+    given = None if size is None else PerLayerInputConfig(size=size, activation="silu", output_norm=norm)
+    layers = (config.layers[0], replace(config.layers[1], per_layer_input=given))
+    sizes = {"vocab_size": 61, "size": 8}
+    whole = None if embedding is None else PerLayerEmbeddingConfig(**{**sizes, **embedding}, norm=norm)
+    with pytest.raises(ConfigError, match=message):
+        replace(config, layers=layers, per_layer_embedding=whole)
+    fitting = PerLayerEmbeddingConfig(**sizes, norm=norm)
+    fits = (config.layers[0], replace(layers[1], per_layer_input=PerLayerInputConfig(size=8, activation="silu", output_norm=norm)))
+    model = replace(config, layers=fits, per_layer_embedding=fitting)
+    assert ModelConfig.from_description(json.loads(json.dumps(model.to_description()))) == model

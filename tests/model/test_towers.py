@@ -12,6 +12,8 @@ from tests.golden.weights import VISION_SEEDS
 from tests.helpers.models import text_config, vision_config
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.families.family import PER_LAYER_EMBEDDING
+from trt_kvcache.model.families.registry import FAMILIES
 
 
 def changed(name: str, text: dict[str, Any] | None = None, **outer: Any) -> ModelConfig:
@@ -43,6 +45,17 @@ def test_a_tied_head_is_stated_in_either_place(place: str) -> None:
     assert changed("gemma3").tie_word_embeddings
 
 
+def test_gemma_4_has_towers_of_images_and_sounds() -> None:
+    assert changed("gemma4", audio_config={"hidden_size": 8}) == changed("gemma4")
+    family = FAMILIES["gemma4"]
+    assert family.own_name("model.language_model.embed_tokens_per_layer.weight") == PER_LAYER_EMBEDDING
+    parts = ("vision_tower.encoder", "audio_tower.layers", "embed_vision.embedding_projection", "embed_audio.embedding_projection")
+    assert all(family.ignores(f"model.{part}.weight") for part in parts)
+    unified = FAMILIES["gemma4_unified"]
+    assert unified.ignores("model.vision_embedder.patch_dense.weight")
+    assert not unified.ignores("model.language_model.norm.weight")
+
+
 def test_a_dtype_that_is_stated_nowhere_is_the_default() -> None:
     config = {**vision_config("gemma3"), "torch_dtype": None}
     assert ModelConfig.from_dict(config, default_dtype="float32").dtype == "float32"
@@ -65,6 +78,13 @@ def test_fields_without_a_text_config_are_those_of_qwen_2_5_vl() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("gemma4", {"model_type": "gemma4_unified_text"}, "text_config.model_type: expected gemma4_text for model_type 'gemma4', got"),
+        ("gemma4", {"vision_config": {"a": 1}}, "vision_config: .* is a vision model"),
+        ("gemma4", {"audio_config": {"a": 1}}, "audio_config: .* is an audio model"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block: .* has a mixture of experts"),
+        ("gemma4", {"num_experts": 128}, "num_experts: .* has a mixture of experts"),
+        ("gemma4_unified", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: expected 0 or nothing, .*, got 8"),
+        ("gemma4_unified", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: expected null or vision"),
         ("qwen3_vl", {"use_sliding_window": True}, "use_sliding_window: expected false, got True"),
         ("qwen3_vl", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types: sliding_attention is not"),
         ("qwen3_vl", {"rope_scaling": {"rope_type": "mrope", "mrope_section": [6, 5, 5]}}, "rope_scaling: RoPE scaling 'mrope' is not su"),

@@ -215,3 +215,11 @@ def test_an_engine_checks_ids_of_rows_itself(engine: str) -> None:
         session._prompts._vocab_size = 100
         with pytest.raises(EngineError, match=r"`input_ids`: expected values from 0 to 78, got 79"):
             session.decode([79])
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+def test_models_with_per_layer_embeddings_have_no_rows_in_place_of_tokens(engine: str) -> None:
+    if engine == "torch":
+        pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match=r"max_embeddings: expected 0 for a model with per-layer embeddings, .*, got 2"):
+        trt_kvcache.load(GOLDEN / "gemma4-ple", engine=engine, max_embeddings=2, max_sequence_length=16)

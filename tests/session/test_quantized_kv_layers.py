@@ -19,9 +19,9 @@ from trt_kvcache.sequences.prompt_cache import PromptCache
 
 MIXED = mixed_model(32, 16, 48, 64)
 
-#: Four head dims and three numbers of K/V heads with windows; windows of every other layer; four kinds of states.
-MODELS = ["mixed", "gemma2-bias", "granitemoehybrid-bias", "qwen3_next", "nemotron_h", "lfm2"]
-STATES = MODELS[2:]
+#: Four head dims, three numbers of K/V heads with windows, and shared K/V; windows of every other layer; shared K/V; four kinds of states.
+MODELS = ["mixed", "gemma2-bias", "gemma4-shared", "granitemoehybrid-bias", "qwen3_next", "nemotron_h", "lfm2"]
+STATES = MODELS[3:]
 
 S, SLOTS = 26, 8
 TOKENS = [5, 9, 33, 41, 7, 12, 30, 3, 28, 19, 24, 2, 31, 8, 14, 6, 27, 11, 4, 22]

@@ -52,8 +52,10 @@ class CacheTraffic:
         layers = () if config.kv is None else config.kv.layers
         scaled = config.kv is not None and config.kv.scales_by_token
         windows = [None] * len(layers) if model is None else [mixer.window for mixer in model.attention_layers]
+        read = range(len(layers)) if model is None else model.kv_of_attention
         rows: dict[int | None, int] = {}
-        for layer, window in zip(layers, windows, strict=True):
+        for place, window in zip(read, windows, strict=True):
+            layer = layers[place]
             rows[window] = rows.get(window, 0) + layer.token_nbytes(config.dtype, scaled=scaled)
         states = 0 if config.mamba is None else config.mamba.slot_nbytes // config.mamba.num_buffers
         return cls(rows=tuple((nbytes, window) for window, nbytes in rows.items()), states_nbytes=2 * states)

@@ -14,7 +14,7 @@ from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
-from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
+from trt_kvcache.model.tensor_shapes import looked_up_tensors, tensor_shapes
 from trt_kvcache.model.weight_parts import expert_tensors
 
 
@@ -80,7 +80,7 @@ class MemoryLimit:
             return cls._of(model, *sizes, copy_bytes_per_second=speed)
         elements = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
         total = sum(elements.values())
-        unread = 0 if model.tie_word_embeddings else elements[embedding_name(model)]
+        unread = sum(elements[name] for name in looked_up_tensors(model))
         size = itemsize(dtype)
         experts = sum(elements[name] for name in expert_tensors(model))
         return cls._of(model, total * size, (total - unread) * size, experts * size, copy_bytes_per_second=speed)

@@ -116,6 +116,14 @@ def native_defect(target: BuildTarget) -> str | None:
     return f"{target.tensorrt}: {_UNSAFE_WORDS}" if is_unsafe else None
 
 
+def _reads_other_layers(build: AttentionBuild) -> str | None:
+    """Return the first layer that reads K and V of another one: each plugin layer stores the rows that it reads."""
+    for index, layer in zip(build.model.attention_indices, build.model.attention_layers, strict=True):
+        if not layer.stores_kv:
+            return f"layers[{index}].mixer.kv_source_layer = {layer.kv_source_layer}, and each plugin layer stores its own K and V"
+    return None
+
+
 def _not_in_kernels(build: AttentionBuild) -> str | None:
     """Return why the attention kernels of this package, unless the caller replaces them, cannot run a model."""
     if AttentionOp.name in build.operations:
@@ -143,6 +151,7 @@ _KERNEL_LIMITS = (
 
 OBSTACLES = (
     _too_old("plugin"),
+    Obstacle(variant="plugin", condition="layers that read K and V of another layer", find=_reads_other_layers),
     Obstacle(variant="plugin", condition=_KERNEL_LIMITS, find=_not_in_kernels),
     _too_old("native"),
     Obstacle(variant="native", condition=f"full TensorRT 11.0 to 11.2: {_UNSAFE_WORDS}", find=lambda build: native_defect(build.target)),

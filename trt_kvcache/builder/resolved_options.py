@@ -60,6 +60,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "scale",
         "several_ropes",
         "several_shapes",
+        "shared_kv",
         "short_conv",
         "softcap",
         "ungated_mlp",

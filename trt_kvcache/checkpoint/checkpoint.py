@@ -39,8 +39,8 @@ from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
 from trt_kvcache.model.families.registry import FAMILIES, read_config, read_mtp_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
-from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, looked_up_tensors, tensor_shapes
+from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors, unread_prefixes
 
 # Optional files of a model folder, copied with it.
 COMPANION_FILES = (
@@ -477,7 +477,7 @@ class Checkpoint:
             formats = {f"GGUF {' and '.join(sorted(set(types.values())))}"}
         sizes = {name: in_gguf[name].tensors[name].nbytes if name in types else self.nbytes_of(name) for name in self._shapes}
         nbytes = sum(sizes.values())
-        unread = 0 if self.config.tie_word_embeddings else sizes[embedding_name(self.config)]
+        unread = sum(sizes[name] for name in looked_up_tensors(self.config))
         return WeightsSummary(
             format=" and ".join(sorted(formats)) if formats else self.config.dtype,
             is_quantized=bool(formats),
@@ -639,7 +639,8 @@ def _check(
     tied_head = config.tie_word_embeddings and HEAD in files
     used = {*shapes, *(name for weight in quantized.values() for name in weight.tensor_names), *((HEAD,) if tied_head else ())}
     ignored = (_IGNORED_SUFFIX, *(() if format_ is None else format_.ignored))
-    extra = sorted(name for name in files if name not in used and not name.endswith(ignored) and not _is_empty_bias(name, files, quantized))
+    left = [name for name in files if name not in used and not name.endswith(ignored) and not name.startswith(unread_prefixes(config))]
+    extra = sorted(name for name in left if not _is_empty_bias(name, files, quantized))
     if extra:
         raise CheckpointError(
             f"{files[extra[0]].path}: {len(extra)} tensor(s) that a {config.family} model by {source} does not use: {_some(extra)}. "

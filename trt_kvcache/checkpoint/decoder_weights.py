@@ -17,7 +17,7 @@ from trt_kvcache.errors import CheckpointError
 from trt_kvcache.model.families.family import MERGE_PROJECTION, MERGED_EMBEDDING_NORM, MERGED_HIDDEN_NORM
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD, final_norm_bias_name
+from trt_kvcache.model.tensor_shapes import HEAD, PER_LAYER_EMBEDDING, PER_LAYER_NORM, PER_LAYER_PROJECTION, final_norm_bias_name
 from trt_kvcache.model.weight_parts import WeightPart, exact_tensors, layer_parts
 
 ArrayT = TypeVar("ArrayT")
@@ -144,6 +144,15 @@ class MergeWeights(Generic[ArrayT]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PerLayerWeights(Generic[ArrayT]):
+    """The per-layer embedding ``[vocab, layers * size]``, the projection to it, and the norm of that."""
+
+    embedding: ArrayT
+    projection: Projection[ArrayT]
+    norm: NormWeights[ArrayT]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderWeights(Generic[ArrayT]):
     """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one array where they are tied."""
 
@@ -152,6 +161,7 @@ class DecoderWeights(Generic[ArrayT]):
     final_norm: NormWeights[ArrayT]
     head: ArrayT
     merge: MergeWeights[ArrayT] | None = None
+    per_layer: PerLayerWeights[ArrayT] | None = None
 
 
 def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> DecoderWeights[ArrayT]:
@@ -165,7 +175,14 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     bias = final_norm_bias_name(config)
     final_norm = NormWeights(tensor(family.final_norm), None if bias is None else tensor(bias))
     head = embedding if config.tie_word_embeddings else tensor(HEAD)
-    return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head, merge=merge_weights(config, tensor))
+    return DecoderWeights(
+        embedding=embedding,
+        layers=layers,
+        final_norm=final_norm,
+        head=head,
+        merge=merge_weights(config, tensor),
+        per_layer=per_layer_weights(config, tensor),
+    )
 
 
 def merge_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> MergeWeights[ArrayT] | None:
@@ -173,6 +190,14 @@ def merge_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Merge
     if config.merge_norm is None:
         return None
     return MergeWeights(tensor(MERGED_EMBEDDING_NORM), tensor(MERGED_HIDDEN_NORM), tensor(MERGE_PROJECTION))
+
+
+def per_layer_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> PerLayerWeights[ArrayT] | None:
+    """Collect the weights of per-layer embeddings; None for a model without."""
+    if config.per_layer_embedding is None:
+        return None
+    embedding, projection = tensor(PER_LAYER_EMBEDDING), Projection(tensor(PER_LAYER_PROJECTION), None)
+    return PerLayerWeights(embedding=embedding, projection=projection, norm=NormWeights(tensor(PER_LAYER_NORM), None))
 
 
 def layer_weights(

@@ -20,12 +20,12 @@ _NAMES = ("model.layers.{layer}.self_attn.{side}_scale", "model.layers.{layer}.s
 
 
 def read_kv_scales(model: ModelConfig, files: Mapping[str, WeightFile], folder: Path) -> tuple[LayerScales, ...]:
-    """Return the static scales of each attention layer; empty if no layer has one. Raises CheckpointError if only some have."""
-    names = [[_name(files, layer, side) for side in "kv"] for layer in model.attention_indices]
+    """Return the static scales of each layer that stores K and V; empty if no layer has one. Raises CheckpointError if only some have."""
+    names = [[_name(files, layer, side) for side in "kv"] for layer in model.kv_indices]
     if all(name is None for pair in names for name in pair):
         return ()
     found = []
-    for layer, mixer, pair in zip(model.attention_indices, model.attention_layers, names, strict=True):
+    for layer, mixer, pair in zip(model.kv_indices, model.kv_layers, names, strict=True):
         missing = next((side for side, name in zip("kv", pair, strict=True) if name is None), None)
         if missing is not None:
             raise CheckpointError(f"{folder}: expected static scales of K and V in all layers, got no {missing}_scale in layer {layer}.")

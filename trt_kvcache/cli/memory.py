@@ -310,7 +310,7 @@ def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate, model:
 
 def _print_attention_layers(kv: KVCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:
     """Print one row for each run of consecutive equal attention layers. Sliding-window layers save no bytes."""
-    mixers = [None] * kv.num_layers if model is None else model.attention_layers
+    mixers = [None] * kv.num_layers if model is None else model.kv_layers
     windows = [None if mixer is None else window_in_cache(mixer, kv.max_sequence_length) for mixer in mixers]
     window = ["window"] if any(windows) else []
     rows = table("layers", "KV heads", "head dim", *window, "bytes per layer", "size", numbers=("bytes per layer", "size"))
@@ -320,13 +320,16 @@ def _print_attention_layers(kv: KVCacheConfig, estimate: MemoryEstimate, model: 
         shown = [str(tokens or "")] if window else []
         rows.add_row(span(indices[0], indices[-1]), str(layer.num_kv_heads), str(layer.head_dim), *shown, str(nbytes), size(nbytes))
     results().print(rows)
+    readers = 0 if model is None else len(model.attention_layers) - len(model.kv_layers)
+    if readers:
+        say(f"shared K/V:   {count(readers, 'more layer')} {'reads' if readers == 1 else 'read'} K and V of these")
 
 
 def _attention_indices(kv: KVCacheConfig, model: ModelConfig | None) -> Sequence[int]:
-    """Return the index of each attention layer among all layers of the model."""
+    """Return the index of each layer that stores K and V among all layers of the model."""
     if model is None:
         return range(kv.num_layers)
-    return model.attention_indices
+    return model.kv_indices
 
 
 def _what_fits(config: DecoderCacheConfig, gib: float, positions: int | None) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
 from trt_kvcache.cache.layout import KVLayout
@@ -30,16 +30,21 @@ class StepTensors:
     start: DeviceTensor  # [A] int32: tokens in the cache before the step
     last: DeviceTensor  # [A, n] int32: indices of the new tokens whose logits are wanted
     logits: DeviceTensor  # [A, vocab] or [A, n, vocab] float32
-    caches: tuple[tuple[DeviceTensor, ...], ...]  # of each attention layer: K and V [A, H, S, D], or both in one [A, 2, H, S, D]
+    caches: tuple[tuple[DeviceTensor, ...], ...]  # of each layer of the cache: K and V [A, H, S, D], or both in one [A, 2, H, S, D]
     new_lengths: DeviceTensor | None  # [A] int32, with states: new tokens of each slot
     states: tuple[Mapping[StateKind, tuple[DeviceTensor, DeviceTensor]], ...]  # of each layer with states: past and present
-    scales: tuple[DeviceTensor, ...] = ()  # of each attention layer, with quantized K and V
+    scales: tuple[DeviceTensor, ...] = ()  # of each layer of the cache, with quantized K and V
     allocations: frozenset[Allocation]
 
     @property
     def closed(self) -> bool:
         """True if the owner of a tensor is closed."""
         return any(allocation.closed for allocation in self.allocations)
+
+    def by_attention_layer(self, kv_of_attention: Sequence[int]) -> StepTensors:
+        """Return the step with K, V and scales of each attention layer: those that it stores or reads."""
+        scales = tuple(self.scales[place] for place in kv_of_attention) if self.scales else ()
+        return replace(self, caches=tuple(self.caches[place] for place in kv_of_attention), scales=scales)
 
     def check_open(self) -> None:
         """Raise ClosedError where the owner of a tensor is closed."""

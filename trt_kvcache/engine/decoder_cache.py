@@ -44,9 +44,11 @@ def decoder_cache_config(
     sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
     if not model.recurrent_layers:
         return cache_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized)
-    mixers = [layer.mixer for layer in model.layers if layer.mixer is not None]
-    kinds = [LayerType.ATTENTION if isinstance(mixer, AttentionConfig) else LayerType.MAMBA for mixer in mixers]
-    kv = _kv_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized) if model.attention_layers else None
+    kinds = [
+        LayerType.ATTENTION if index in model.kv_indices else LayerType.MAMBA
+        for index in sorted((*model.kv_indices, *model.recurrent_indices))
+    ]
+    kv = _kv_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized) if model.kv_layers else None
     return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, **sizes, dtype=dtype))
 
 
@@ -58,7 +60,7 @@ def decoder_cache_from_dict(data: Mapping[str, Any]) -> DecoderCacheConfig:
 def _kv_config(
     model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, attention: str, quantized: QuantizedKV | None
 ) -> KVCacheConfig:
-    layers = tuple(cache_layer(mixer) for mixer in model.attention_layers)
+    layers = tuple(cache_layer(mixer) for mixer in model.kv_layers)
     if quantized is not None:
         if attention != "plugin":
             raise ConfigError(

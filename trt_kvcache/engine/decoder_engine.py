@@ -65,6 +65,8 @@ class DecoderEngine(BoundEngine):
         self.tensors = MappingProxyType({spec.name: spec for spec in tensors})
         self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width, max_logits_per_slot=wanted)
         capacity = int_in_range("max_embeddings", max_embeddings, 0, MAX_DIMENSION, error=ConfigError)
+        if capacity and model.per_layer_embedding is not None:
+            raise ConfigError(f"max_embeddings: expected 0 for a model with per-layer embeddings, which are of token ids, got {capacity}.")
         self._bindings = DecoderBindings(type(self).__name__, self.tensors, self.profiles, cache=kv, names=names, memory=memory)
         rows = {"max_tokens": kv.max_batch_size * width, "hidden_size": model.hidden_size}
         #: Output of the final norm of each token of the last enqueue; None unless it is asked for.
@@ -122,7 +124,7 @@ def _computed_dtype(cache: DecoderCacheConfig, dtype: str | None) -> str:
 def _check_cache(config: ModelConfig, cache: DecoderCacheConfig, dtype: str) -> None:
     """Refuse a cache that does not fit the model or the dtype of computation."""
     kv, mamba = cache.kv, cache.mamba
-    attention, recurrent = config.attention_layers, config.recurrent_layers
+    attention, recurrent = config.kv_layers, config.recurrent_layers
     if (0 if kv is None else kv.num_layers) != len(attention):
         raise ConfigError(f"kv.layers: expected {len(attention)} as the model has, got {0 if kv is None else kv.num_layers}.")
     for index, (layer, mixer) in enumerate(zip(() if kv is None else kv.layers, attention, strict=True)):

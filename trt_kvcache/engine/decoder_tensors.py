@@ -77,12 +77,13 @@ def state_tensors(mamba: MambaCacheConfig, names: TensorNames, index: int) -> di
     return found
 
 
-def indices_in_kind(model: ModelConfig) -> tuple[int | None, ...]:
-    """Return for each layer its index among the attention layers, or among those with states; None without a mixer."""
-    attention, recurrent = count(), count()
+def cache_indices(model: ModelConfig) -> tuple[int | None, ...]:
+    """Return for each layer the index of its K and V in the cache, those of another layer if it reads these, or the index of its states;
+    None without a mixer.
+    """
+    kv, recurrent = iter(model.kv_of_attention), count()
     return tuple(
-        None if layer.mixer is None else next(attention if isinstance(layer.mixer, AttentionConfig) else recurrent)
-        for layer in model.layers
+        None if layer.mixer is None else next(kv if isinstance(layer.mixer, AttentionConfig) else recurrent) for layer in model.layers
     )
 
 

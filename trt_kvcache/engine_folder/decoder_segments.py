@@ -5,7 +5,7 @@ A segment ends where a layer needs its attention; the last one ends in the logit
 
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import window_in_cache
-from trt_kvcache.engine.decoder_tensors import indices_in_kind, logits_tensors, scale_tensors, state_tensors
+from trt_kvcache.engine.decoder_tensors import cache_indices, logits_tensors, scale_tensors, state_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig
@@ -92,7 +92,7 @@ def decoder_stages(
     ]
     hidden = (-1, -1, model.hidden_size)
     entering, tensors = embedded, [TensorSpec.input(embedded, hidden, computed)]
-    for layer, (config, index) in enumerate(zip(model.layers, indices_in_kind(model), strict=True)):
+    for layer, (config, index) in enumerate(zip(model.layers, cache_indices(model), strict=True)):
         mixer = config.mixer
         if mixer is None or index is None:
             continue

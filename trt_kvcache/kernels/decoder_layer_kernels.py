@@ -266,7 +266,8 @@ def _qk_rms_norm_on_host(
 ) -> None:
     heads = array_of(qkv)
     for part, weight in ((heads[:, :num_heads], q_weight), (heads[:, num_heads : num_heads + num_kv_heads], k_weight)):
-        part[...] = _normed(part.reshape(len(part), -1, len(weight)), weight, eps, weight_offset).reshape(part.shape)
+        units = part.shape[1] * part.shape[2] // len(weight)
+        part[...] = _normed(part.reshape(len(part), units, len(weight)), weight, eps, weight_offset).reshape(part.shape)
 
 
 def _normed(rows: np.ndarray, weight: DeviceTensor, eps: float, weight_offset: float) -> np.ndarray:

@@ -4,6 +4,7 @@ from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, QkNormC
 from trt_kvcache.model.mlp_config import ClampedSwiGLU, MlpConfig, RoutedMlpConfig, RouterConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.per_layer_config import PerLayerEmbeddingConfig, PerLayerInputConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from trt_kvcache.model.rope import RopeConfig
 from trt_kvcache.model.rope_table import rope_table
@@ -17,6 +18,8 @@ __all__ = [
     "MlpConfig",
     "ModelConfig",
     "NormConfig",
+    "PerLayerEmbeddingConfig",
+    "PerLayerInputConfig",
     "QkNormConfig",
     "QueryScaling",
     "RopeConfig",

@@ -28,6 +28,7 @@ FEATURES = {
     "output_gate": "gated attention",
     "v_norm": "RMSNorm of v",
     "values_are_keys": "keys as values",
+    "shared_kv": "shared K/V",
     "sinks": "attention sinks",
     "no_rope": "layers without RoPE (NoPE)",
     "partial_rotary": "partial RoPE",
@@ -46,6 +47,7 @@ FEATURES = {
     "clamped_swiglu": "clamped SwiGLU",
     "ungated_mlp": "MLP without a gate",
     "residual_multiplier": "scaled residuals",
+    "per_layer_embeddings": "per-layer embeddings",
     "output_scale": "learned layer scales",
     "embedding_multiplier": "scaled embeddings",
     "final_softcap": "final logit softcapping",
@@ -91,6 +93,8 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield from _mlp_places(layer.mlp, f"layers[{index}].mlp")
         if layer.residual_multiplier != 1:
             yield "residual_multiplier", f"layers[{index}].residual_multiplier = {layer.residual_multiplier}"
+        if layer.per_layer_input is not None:
+            yield "per_layer_embeddings", f"layers[{index}].per_layer_input.size = {layer.per_layer_input.size}"
         if layer.output_scale:
             yield "output_scale", f"layers[{index}].output_scale = True"
     for place, norm in _norms(model):
@@ -150,6 +154,8 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield "v_norm", f"layers[{index}].mixer.v_norm_epsilon = {mixer.v_norm_epsilon}"
         if mixer.values_are_keys:
             yield "values_are_keys", f"layers[{index}].mixer.values_are_keys = True"
+        if mixer.kv_source_layer is not None:
+            yield "shared_kv", f"layers[{index}].mixer.kv_source_layer = {mixer.kv_source_layer}"
         if mixer.sinks:
             yield "sinks", f"layers[{index}].mixer.sinks = True"
         if mixer.rope is None:
@@ -171,8 +177,12 @@ def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
             norm = getattr(layer, name)
             if norm is not None:
                 yield f"layers[{index}].{name}", norm
+        if layer.per_layer_input is not None:
+            yield f"layers[{index}].per_layer_input.output_norm", layer.per_layer_input.output_norm
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.qk_norm is not None:
             yield f"layers[{index}].mixer.qk_norm.norm", layer.mixer.qk_norm.norm
+    if model.per_layer_embedding is not None:
+        yield "per_layer_embedding.norm", model.per_layer_embedding.norm
     yield "final_norm", model.final_norm
 
 
@@ -189,7 +199,7 @@ def _sizes(layer: LayerConfig) -> tuple[int | bool, ...]:
     if not isinstance(mixer, AttentionConfig) or mlp is None:
         return ()
     presence = (mixer.qkv_bias, mixer.o_bias, mixer.qk_norm is not None, mixer.output_gate, mixer.sinks, mixer.values_are_keys)
-    return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, *_mlp_sizes(mlp), *presence)
+    return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, *_mlp_sizes(mlp), *presence, mixer.stores_kv)
 
 
 def _mlp_sizes(mlp: MlpConfig | RoutedMlpConfig) -> tuple[int | bool, ...]:

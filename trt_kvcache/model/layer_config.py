@@ -17,9 +17,10 @@ from typing import ClassVar
 
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.per_layer_config import PerLayerInputConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 from trt_kvcache.model.rope import RopeConfig
 
@@ -118,6 +119,9 @@ class AttentionConfig:
         Each head of v is divided by ``sqrt(mean(v^2) + v_norm_epsilon)``: RMSNorm without a weight. None for v as it is.
     values_are_keys : bool
         True if there is no projection to v: v is the projection to k, before norm and RoPE of k.
+    kv_source_layer : int or None
+        Index of the earlier layer whose rows of K and V this layer reads (shared K/V): it has no projections to k and v, and stores no
+        rows. None for a layer with rows of its own.
 
     Raises
     ------
@@ -142,6 +146,7 @@ class AttentionConfig:
     sinks: bool = False
     v_norm_epsilon: float | None = None
     values_are_keys: bool = False
+    kv_source_layer: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -157,6 +162,20 @@ class AttentionConfig:
                 positive_number(f"AttentionConfig.{name}", getattr(self, name))
         if self.rope is not None:
             self.rope.check_head_dim(self.head_dim)
+        if self.kv_source_layer is not None:
+            int_in_range("AttentionConfig.kv_source_layer", self.kv_source_layer, 0, MAX_LAYERS - 1, error=ConfigError)
+            of_new_rows = {"v_norm_epsilon": self.v_norm_epsilon is not None, "values_are_keys": self.values_are_keys}
+            for name in (name for name, is_set in of_new_rows.items() if is_set):
+                raise ConfigError(
+                    f"AttentionConfig.{name}: expected none in a layer that reads K and V of another, got {getattr(self, name)}."
+                )
+            if self.qk_norm is not None and self.qk_norm.after_rope:
+                raise ConfigError("QkNormConfig.after_rope: expected False in a layer that reads K and V of another, got True.")
+
+    @property
+    def stores_kv(self) -> bool:
+        """True if the layer computes K and V of new tokens and stores them in the cache."""
+        return self.kv_source_layer is None
 
     @property
     def group(self) -> int:
@@ -206,6 +225,8 @@ class LayerConfig:
         Factor of the outputs of mixer and MLP before they are added to the residual stream.
     parallel : bool
         True if the MLP has the normalised input of the mixer; then there is an ``input_norm`` and no ``mlp_norm``.
+    per_layer_input : PerLayerInputConfig or None
+        Gate of the layer's elements of the per-layer embedding, after the MLP.
     output_scale : bool
         True if the hidden state is multiplied by a learned number after the layer.
 
@@ -224,6 +245,7 @@ class LayerConfig:
     mlp_output_norm: NormConfig | None = None
     residual_multiplier: float = 1.0
     parallel: bool = False
+    per_layer_input: PerLayerInputConfig | None = None
     output_scale: bool = False
 
     def __post_init__(self) -> None:

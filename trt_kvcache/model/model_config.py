@@ -14,9 +14,10 @@ from trt_kvcache.dtypes import MODEL_DTYPES, numpy_dtype
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.description import from_plain, to_plain
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer
 from trt_kvcache.model.mlp_config import RoutedMlpConfig
 from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.per_layer_config import PerLayerEmbeddingConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 
 #: Experts of all layers together: a limit of the tensors that a damaged description names.
@@ -60,6 +61,8 @@ class ModelConfig:
     merge_norm : NormConfig or None
         Of an MTP head: norm of the two halves of the first layer's input, the embedding of a token and a hidden state of the model of which
         it is the head; a linear map ``[hidden, 2 * hidden]`` follows. None for a model that reads tokens alone.
+    per_layer_embedding : PerLayerEmbeddingConfig or None
+        A second embedding, with elements for each layer; there is one if and only if layers have a ``per_layer_input``.
 
     Raises
     ------
@@ -91,6 +94,7 @@ class ModelConfig:
     final_softcap: float | None = None
     logits_divisor: float = 1.0
     merge_norm: NormConfig | None = None
+    per_layer_embedding: PerLayerEmbeddingConfig | None = None
 
     def __post_init__(self) -> None:
         one_of("ModelConfig.dtype", self.dtype, MODEL_DTYPES)
@@ -101,10 +105,32 @@ class ModelConfig:
         experts = sum(layer.mlp.router.num_experts for layer in self.layers if isinstance(layer.mlp, RoutedMlpConfig))
         if experts > MAX_EXPERTS:
             raise ConfigError(f"ModelConfig.layers: expected at most {MAX_EXPERTS} experts of all layers together, got {experts}.")
+        for index, layer in enumerate(self.layers):
+            _check_kv_source(self.layers, index, layer.mixer)
+        self._check_per_layer_embedding()
         for name in ("embedding_multiplier", "logits_divisor"):
             positive_number(f"ModelConfig.{name}", getattr(self, name))
         if self.final_softcap is not None:
             positive_number("ModelConfig.final_softcap", self.final_softcap)
+
+    def _check_per_layer_embedding(self) -> None:
+        embedding = self.per_layer_embedding
+        size = None if embedding is None else embedding.size
+        for index, layer in enumerate(self.layers):
+            if layer.per_layer_input is not None and layer.per_layer_input.size != size:
+                where = f"ModelConfig.layers[{index}].per_layer_input.size"
+                raise ConfigError(f"{where}: expected {size}, the size of per_layer_embedding, got {layer.per_layer_input.size}.")
+        if embedding is None:
+            return
+        if all(layer.per_layer_input is None for layer in self.layers):
+            raise ConfigError("ModelConfig.per_layer_embedding: expected none without a layer that has a per_layer_input, got one.")
+        if embedding.vocab_size < self.vocab_size:
+            raise ConfigError(
+                f"ModelConfig.per_layer_embedding.vocab_size: expected at least {self.vocab_size}, a row of each token, "
+                f"got {embedding.vocab_size}."
+            )
+        width = "ModelConfig.per_layer_embedding.size * num_layers"
+        int_in_range(width, embedding.size * self.num_layers, 1, MAX_DIMENSION, error=ConfigError)
 
     @property
     def num_layers(self) -> int:
@@ -120,6 +146,23 @@ class ModelConfig:
     def attention_indices(self) -> tuple[int, ...]:
         """Indices of the attention layers."""
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def kv_layers(self) -> tuple[AttentionConfig, ...]:
+        """Attention of each layer that stores K and V: the layers of the cache."""
+        return tuple(mixer for mixer in self.attention_layers if mixer.stores_kv)
+
+    @property
+    def kv_indices(self) -> tuple[int, ...]:
+        """Indices of the layers that store K and V."""
+        return tuple(index for index in self.attention_indices if self.layers[index].attention.stores_kv)
+
+    @property
+    def kv_of_attention(self) -> tuple[int, ...]:
+        """For each attention layer the index, among the layers of the cache, of the one whose rows it reads."""
+        stored = {layer: place for place, layer in enumerate(self.kv_indices)}
+        sources = (self.layers[layer].attention.kv_source_layer for layer in self.attention_indices)
+        return tuple(stored[layer if source is None else source] for layer, source in zip(self.attention_indices, sources, strict=True))
 
     @property
     def recurrent_indices(self) -> tuple[int, ...]:
@@ -161,10 +204,10 @@ class ModelConfig:
         Returns
         -------
         dict or None
-            :meth:`RopeConfig.at_length`. If attention layers differ, ``ropes`` has each variant once, and ``layers`` the index of the
-            variant of each attention layer. None for a model without RoPE.
+            :meth:`RopeConfig.at_length`. If layers that store keys differ, ``ropes`` has each variant once, and ``layers`` the index of the
+            variant of each of these layers. None for a model without RoPE.
         """
-        found = [None if mixer.rope is None else mixer.rope.at_length(length) for mixer in self.attention_layers]
+        found = [None if mixer.rope is None else mixer.rope.at_length(length) for mixer in self.kv_layers]
         kinds = [rope for index, rope in enumerate(found) if rope not in found[:index]] or [None]
         return kinds[0] if len(kinds) == 1 else {"ropes": kinds, "layers": [kinds.index(rope) for rope in found]}
 
@@ -242,3 +285,15 @@ class ModelConfig:
         rest = {name: value for name, value in data.items() if name not in ("layers", "layer_kinds")}
         one_of("model.family", rest.get("family"), FAMILIES)
         return from_plain(cls, rest, "model", layers=tuple(layers))
+
+
+def _check_kv_source(layers: tuple[LayerConfig, ...], index: int, mixer: Mixer | None) -> None:
+    """Raise ConfigError if a layer reads K and V of a layer that does not store them in its shape before it."""
+    source = mixer.kv_source_layer if isinstance(mixer, AttentionConfig) else None
+    if source is None or not isinstance(mixer, AttentionConfig):
+        return
+    stored = layers[source].mixer if source < index else None
+    sizes = (mixer.num_kv_heads, mixer.head_dim)
+    if not isinstance(stored, AttentionConfig) or not stored.stores_kv or (stored.num_kv_heads, stored.head_dim) != sizes:
+        expected = f"an earlier attention layer that stores {sizes[0]} heads of {sizes[1]}"
+        raise ConfigError(f"ModelConfig.layers[{index}].mixer.kv_source_layer: expected {expected}, got layer {source}.")

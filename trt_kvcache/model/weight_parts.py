@@ -147,6 +147,15 @@ def _sections(mixer: Mixer | None, role: str) -> tuple[int, ...] | None:
     return None
 
 
+def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Return the prefixes of tensors of K and V in layers that read those of another layer: files may have them, and nothing reads them."""
+    family = FAMILIES[config.family]
+    readers = (index for index, mixer in zip(config.attention_indices, config.attention_layers, strict=True) if not mixer.stores_kv)
+    return tuple(
+        f"{family.layers}.{index}.{family.names[role]}." for index in readers for role in ("k", "v", "k_norm") if role in family.names
+    )
+
+
 def exact_tensors(config: ModelConfig) -> frozenset[str]:
     """Return the names of the tensors of :data:`EXACT_ROLES`."""
     return _tensors_of(config, lambda role: role in EXACT_ROLES)
@@ -206,6 +215,10 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes |= _mlp_shapes(layer.mlp, hidden)
     for name in ("mixer_output_norm", "mlp_norm", "mlp_output_norm"):
         shapes |= _norm_shapes(name, getattr(layer, name), hidden)
+    if layer.per_layer_input is not None:
+        size = layer.per_layer_input.size
+        shapes |= _projection("per_layer_gate", size, hidden, bias=False) | _projection("per_layer_projection", hidden, size, bias=False)
+        shapes |= _norm_shapes("per_layer_norm", layer.per_layer_input.output_norm, hidden)
     return {**shapes, "output_scale": (1,)} if layer.output_scale else shapes
 
 
@@ -247,13 +260,15 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
     shapes = _projection("q", q_width, hidden, bias=mixer.qkv_bias)
     if mixer.output_gate:
         shapes |= _projection("output_gate", q_width, hidden, bias=mixer.qkv_bias)
-    for name in ("k",) if mixer.values_are_keys else ("k", "v"):
+    kv = ("k",) if mixer.values_are_keys else ("k", "v")
+    for name in kv if mixer.stores_kv else ():
         shapes |= _projection(name, kv_width, hidden, bias=mixer.qkv_bias)
     shapes |= _projection("o", hidden, q_width, bias=mixer.o_bias)
     if mixer.sinks:
         shapes["sinks"] = (mixer.num_heads,)
     if mixer.qk_norm is not None:
-        for name, width in (("q_norm", q_width), ("k_norm", kv_width)):
+        widths = {"q_norm": q_width, **({"k_norm": kv_width} if mixer.stores_kv else {})}
+        for name, width in widths.items():
             shapes |= _norm_shapes(name, mixer.qk_norm.norm, width if mixer.qk_norm.over == "full" else mixer.head_dim)
     return shapes
 

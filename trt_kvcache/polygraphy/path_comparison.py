@@ -191,7 +191,7 @@ class _Run:
         model = self._paths[0].session.model
         if difference is None or output.layer is None or model is None:
             return difference
-        indices = model.attention_indices if output.kind in ("K", "V") else model.recurrent_indices
+        indices = model.kv_indices if output.kind in ("K", "V") else model.recurrent_indices
         mixer = model.layers[indices[output.layer]].mixer
         assert mixer is not None  # it has K and V, or states
         return replace(difference, decoder_layer=indices[output.layer], mixer=mixer.kind)

@@ -24,8 +24,11 @@ from trt_kvcache.reference.weights import Float32
 #: a combined cache.
 Attention = AttentionName
 
-#: Function of q ``[A, s, Hq, D]``, k and v ``[A, s, H, D]`` of the new tokens, before RoPE and unscaled; returns ``[A, s, Hq, D]``.
-LayerAttention = Callable[[Float32, Float32, Float32], Float32]
+#: K and V ``[A, s, H, D]`` of the new tokens, K before RoPE; None for a layer that reads rows of another one.
+NewRows = tuple[Float32, Float32] | None
+
+#: Function of q ``[A, s, Hq, D]`` of the new tokens, before RoPE and unscaled, and their K and V; returns ``[A, s, Hq, D]``.
+LayerAttention = Callable[[Float32, NewRows], Float32]
 
 #: Cosine and sine, float32 ``[A, s, 1, rotary_dim // 2]``.
 Angles = tuple[Float32, Float32]
@@ -70,18 +73,21 @@ class SeparateAttention:
         self._masked = masked
         self._sinks = sinks
 
-    def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
-        """Write k and v of the new tokens into the cache and return the attention of q over it."""
+    def __call__(self, q: Float32, new: NewRows) -> Float32:
+        """Write K and V of the new tokens into the cache and return the attention of q over it."""
+        if new is not None:
+            k, v = new
+            k = k if self._positions is None else apply_rope(k, self._positions.angles)
+            for side, rows in zip(self._sides, (k, v), strict=True):
+                write_rows(side, rows, self._start)
         if self._positions is not None:
-            q, k = apply_rope(q, self._positions.angles), apply_rope(k, self._positions.angles)
-        for side, rows in zip(self._sides, (k, v), strict=True):
-            write_rows(side, rows, self._start)
+            q = apply_rope(q, self._positions.angles)
         q = q * np.float32(self._mixer.score_scale)
         mixed = np.empty_like(q)
         capacity = self._sides[0].shape[2]
         for slot, first in enumerate(self._start.tolist()):
-            rows = capacity if self._masked else min(first + q.shape[1], capacity)
-            keys, values = [side[slot, :, :rows].astype(np.float32) for side in self._sides]
+            count = capacity if self._masked else min(first + q.shape[1], capacity)
+            keys, values = [side[slot, :, :count].astype(np.float32) for side in self._sides]
             mixed[slot] = attend(q[slot], keys, values, first, window=self._mixer.window, softcap=self._mixer.softcap, sinks=self._sinks)
         return mixed
 
@@ -115,29 +121,30 @@ class CombinedAttention:
         self._sinks = sinks
         self._dtype = numpy_dtype(dtype)
 
-    def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
-        """Write k and v of the new tokens into the cache and return the attention of q over it."""
+    def __call__(self, q: Float32, new: NewRows) -> Float32:
+        """Write K and V of the new tokens into the cache and return the attention of q over it."""
         memory = self._cache.memory
         assert isinstance(memory, HostMemory)
-        new = (k, v) if self._kv_scales is None else (k.astype(self._dtype), v.astype(self._dtype))
-        rows = [memory.to_device(part, stream=self._stream) for part in (q, *new)]
+        queries = memory.to_device(q, stream=self._stream)
+        stored = [part if self._kv_scales is None else part.astype(self._dtype) for part in new or ()]
+        k, v = [memory.to_device(part, stream=self._stream) for part in stored] or (None, None)
         call = AttentionParams(
-            q=rows[0],
-            k=rows[1],
-            v=rows[2],
+            q=queries,
+            k=k,
+            v=v,
             cache=self._cache,
             kv_scales=self._kv_scales,
             lengths=self._start,
             new_lengths=None,
             cos_sin=self._cos_sin,
-            out=rows[0],
+            out=queries,
             scale=self._mixer.score_scale,
             window=self._mixer.window or 0,
             softcap=self._mixer.softcap or 0.0,
             sinks=self._sinks,
         )
         attend_kernel(call, self._workspace, self._stream)
-        mixed: Float32 = memory.array(rows[0])
+        mixed: Float32 = memory.array(queries)
         return mixed
 
 
@@ -149,11 +156,11 @@ class ScaledQueries:
         self._scaling = scaling
         self._start = start
 
-    def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
+    def __call__(self, q: Float32, new: NewRows) -> Float32:
         """Scale q, then attend."""
         positions = self._start[:, None, None, None] + np.arange(q.shape[1])[:, None, None]
         factors = 1 + self._scaling.beta * np.log1p(positions // self._scaling.period)
-        return self._attention(q * factors.astype(np.float32), k, v)
+        return self._attention(q * factors.astype(np.float32), new)
 
 
 class RotatedBeforeNorms:
@@ -167,9 +174,9 @@ class RotatedBeforeNorms:
         """Return q and k of the new tokens after RoPE."""
         return apply_rope(q, self._positions.angles), apply_rope(k, self._positions.angles)
 
-    def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
+    def __call__(self, q: Float32, new: NewRows) -> Float32:
         """Attend."""
-        return self._attention(q, k, v)
+        return self._attention(q, new)
 
 
 def angles_at(rope: Angles, start: npt.NDArray[np.int32], width: int) -> Angles:

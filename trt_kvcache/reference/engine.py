@@ -268,6 +268,7 @@ class ReferenceEngine(DecoderEngine):
         self, step: StepTensors, start: npt.NDArray[np.int32], rope: Mapping[_RopeKey, RopePositions], stream: Any
     ) -> list[LayerAttention]:
         """Return the attention of each attention layer over the bound caches."""
+        step = step.by_attention_layer(self._config.kv_of_attention)
         attentions: list[LayerAttention] = []
         for index, (layer, sinks, cache) in enumerate(zip(self._config.attention_layers, self._sinks(), step.caches, strict=True)):
             attention: LayerAttention

@@ -46,8 +46,9 @@ def decoder_step(
         assert hidden_inputs is not None
         hidden = merged(config.merge_norm, weights.merge, hidden, hidden_inputs)
     with one_blas_thread(input_ids.size, _largest_weight(weights)):
-        for layer, layer_weights, cache in zip(config.layers, weights.layers, caches, strict=True):
-            hidden = decoder_layer(layer, layer_weights, cache, hidden)
+        inputs = per_layer_inputs(config, weights, input_ids, hidden, dtype)
+        for layer, layer_weights, cache, own in zip(config.layers, weights.layers, caches, inputs, strict=True):
+            hidden = decoder_layer(layer, layer_weights, cache, hidden, own)
     if hidden_states is not None:  # [A, s, hidden], to be written
         hidden_states[...] = optional_norm(hidden, weights.final_norm, config.final_norm)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
@@ -76,13 +77,29 @@ def merged(norm: NormConfig, weights: MergeWeights, embedding: Float32, hidden: 
     return project(Projection(weights.projection, None), np.concatenate(halves, axis=-1))
 
 
+def per_layer_inputs(
+    config: ModelConfig, weights: DecoderWeights, input_ids: npt.NDArray[np.int32], hidden: Float32, dtype: str
+) -> Sequence[Float32 | None]:
+    """Return the inputs ``[A, s, size]`` of each layer from the per-layer embedding. ``hidden``: input of the first layer."""
+    embedding, stored = config.per_layer_embedding, weights.per_layer
+    if embedding is None or stored is None:
+        return [None] * config.num_layers
+    sizes = (*input_ids.shape, config.num_layers, embedding.size)
+    projected = (project(stored.projection, hidden) * np.float32(config.hidden_size**-0.5)).reshape(sizes)
+    projected = optional_norm(projected, stored.norm, embedding.norm)
+    rows = scaled(stored.embedding[input_ids], embedding.factor(dtype)).reshape(sizes)
+    return list(np.moveaxis((projected + rows) * np.float32(0.5**0.5), 2, 0))
+
+
 def _largest_weight(weights: DecoderWeights) -> int:
     """Return the size of the first layer's largest weight: the others are about as large."""
     return max([weight.size for layer in weights.layers[:1] for weight in layer.parts.values()], default=0)
 
 
-def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
-    """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed."""
+def decoder_layer(
+    config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32, per_layer: Float32 | None = None
+) -> Float32:
+    """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed. ``per_layer``: its per-layer input ``[A, s, size]``."""
     normed = optional_norm(hidden, weights.input_norm, config.input_norm)
     if config.mixer is not None:
         assert cache is not None
@@ -97,11 +114,39 @@ def decoder_layer(config: LayerConfig, weights: DecoderLayerWeights, cache: Laye
         changed = routed_mlp(config.mlp, weights, normed) if isinstance(config.mlp, RoutedMlpConfig) else mlp(config.mlp, weights, normed)
         changed = optional_norm(changed, weights.mlp_output_norm, config.mlp_output_norm)
         hidden = hidden + scaled(changed, config.residual_multiplier)
+    if config.per_layer_input is not None and per_layer is not None:
+        gate = ACTIVATIONS[config.per_layer_input.activation](project(weights.projection("per_layer_gate"), hidden))
+        change = project(weights.projection("per_layer_projection"), gate * per_layer)
+        hidden = hidden + optional_norm(change, weights.norm("per_layer_norm"), config.per_layer_input.output_norm)
     return hidden * weights["output_scale"] if config.output_scale else hidden
 
 
 def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
     """Apply the self-attention of one layer to its normalised input ``[A, s, hidden]``, with the output projection."""
+    if config.stores_kv:
+        q, *new = _qkv(config, layer, attention, hidden)
+        attended = attention(q, (new[0], new[1]))
+    else:
+        attended = attention(_queries(config, layer, hidden), None)
+    attended = attended.reshape(*attended.shape[:2], -1)
+    if config.output_gate:
+        attended = attended * sigmoid(project(layer.projection("output_gate"), hidden))
+    return project(layer.o, attended)
+
+
+def _queries(config: AttentionConfig, layer: DecoderLayerWeights, hidden: Float32) -> Float32:
+    """Return q ``[A, s, Hq, D]`` after its norm, for a layer that reads K and V of another one."""
+    q, qk_norm = project(layer.q, hidden), config.qk_norm
+    spans_all = qk_norm is not None and qk_norm.over == "full"
+    heads = q.reshape(*q.shape[:2], -1, q.shape[2] if spans_all else config.head_dim)
+    normed = heads if qk_norm is None else optional_norm(heads, layer.q_norm, qk_norm.norm)
+    return normed.reshape(*q.shape[:2], -1, config.head_dim)
+
+
+def _qkv(
+    config: AttentionConfig, layer: DecoderLayerWeights, attention: LayerAttention, hidden: Float32
+) -> tuple[Float32, Float32, Float32]:
+    """Return q, k and v ``[A, s, heads, D]`` after their norms."""
     q, k = project(layer.q, hidden), project(layer.k, hidden)
     v = k if config.values_are_keys else project(layer.v, hidden)
     over = None if config.qk_norm is None else config.qk_norm.over
@@ -114,11 +159,7 @@ def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attentio
         q, k = qk_norm(config, layer, q, k)
     if config.v_norm_epsilon is not None:
         v = normalised(v, config.v_norm_epsilon)
-    attended = attention(q, k, v)
-    attended = attended.reshape(*attended.shape[:2], -1)
-    if config.output_gate:
-        attended = attended * sigmoid(project(layer.projection("output_gate"), hidden))
-    return project(layer.o, attended)
+    return q, k, v
 
 
 def qk_norm(config: AttentionConfig, layer: DecoderLayerWeights, q: Float32, k: Float32) -> tuple[Float32, Float32]:

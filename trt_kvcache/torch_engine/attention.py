@@ -33,11 +33,12 @@ class LiveRowsAttention:
     def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
         mixer, capacity = self._mixers[layer], self._tensors.caches[layer][0].shape[-2]
-        q, *new = rotated_heads(qkv, mixer.num_kv_heads, self._angles[layer])
+        q, *new = rotated_heads(qkv, mixer, self._angles[layer])
         mixed = []
         for slots, start in self._runs:
             end = min(start + q.shape[1], capacity)
-            self.write(layer, slots, start, end, [rows[slots] for rows in new])
+            if mixer.stores_kv:
+                self.write(layer, slots, start, end, [rows[slots] for rows in new])
             first = 0 if mixer.window is None else min(max(start + 1 - mixer.window, 0), end - 1)
             mixed.append(_attend(mixer, q[slots], *self.read(layer, slots, first, end), start - first, sinks))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
@@ -90,13 +91,11 @@ class MaskedAttention:
     def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
         mixer, sides = self._mixers[layer], self._kv[layer]
-        q, *new = rotated_heads(qkv, mixer.num_kv_heads, self._angles[layer])
-        live = []
-        for side, rows in zip(sides, new, strict=True):
+        q, *new = rotated_heads(qkv, mixer, self._angles[layer])
+        for side, rows in zip(sides, new, strict=True) if mixer.stores_kv else ():
             spread = rows.transpose(1, 2).gather(2, self._token.expand(side.shape))
             side.copy_(torch.where(self._is_new, spread, side))
-            live.append(side.masked_fill(self._is_dead, 0))
-        k, v = live
+        k, v = (side.masked_fill(self._is_dead, 0) for side in sides)
         return dot_product_attention(mixer, q.transpose(1, 2), k, v, self._is_seen[mixer.window], sinks).transpose(1, 2)
 
 
@@ -109,7 +108,7 @@ class RotationBeforeNorms:
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Return q, k and v with q and k rotated."""
-        return torch.cat(rotated_heads(qkv, self._mixers[layer].num_kv_heads, self._angles[layer]), dim=2)
+        return torch.cat(rotated_heads(qkv, self._mixers[layer], self._angles[layer]), dim=2)
 
 
 class ScaledQueries:
@@ -157,13 +156,17 @@ def dot_product_attention(
     return (weights @ v.float().unsqueeze(2)).flatten(1, 2).to(q.dtype)
 
 
-def rotated_heads(qkv: torch.Tensor, kv_heads: int, angles: Angles | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q and k after RoPE, computed in float32, and v. Elements without angles are unchanged."""
-    qk, v = qkv[:, :, :-kv_heads], qkv[:, :, -kv_heads:]
+def rotated_heads(qkv: torch.Tensor, mixer: AttentionConfig, angles: Angles | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q and k after RoPE, computed in float32, and v; k and v have no heads in a layer that reads those of another one.
+
+    Elements without angles are unchanged.
+    """
+    heads, kv_heads = mixer.num_heads, mixer.num_kv_heads if mixer.stores_kv else 0
+    qk, v = qkv[:, :, : heads + kv_heads], qkv[:, :, heads + kv_heads :]
     if angles is not None:
         cos, sin = angles
         dim, is_whole = cos.shape[3], cos.shape[3] == qk.shape[3]
         turned = (qk if is_whole else qk[..., :dim]).float()
         rotated = (turned * cos).addcmul_(turned.roll(dim // 2, dims=3), sin).to(qkv.dtype)
         qk = rotated if is_whole else torch.cat((rotated, qk[..., dim:]), dim=3)
-    return qk[:, :, :-kv_heads], qk[:, :, -kv_heads:], v
+    return qk[:, :, :heads], qk[:, :, heads:], v

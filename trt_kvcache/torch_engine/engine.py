@@ -55,7 +55,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("final_softcap", "logits_divisor", "fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2"),
         *("gated_delta_net", "output_gate", "relu2", "ungated_mlp", "experts", "shared_expert", "latent_experts"),
         *("interleaved_rope", "norm_after_rope", "layer_norm", "parallel", "sinks", "clamped_swiglu"),
-        *("v_norm", "values_are_keys", "output_scale", "merged_input"),
+        *("v_norm", "values_are_keys", "shared_kv", "per_layer_embeddings", "output_scale", "merged_input"),
     }
 )
 
@@ -232,7 +232,7 @@ class TorchEngine(DecoderEngine):
             if self._steps and next(reversed(self._steps)).closed:
                 for old in [old for old in self._steps if old.closed]:
                     del self._steps[old]
-            step = self._steps[tensors] = TorchStep.over(tensors, self._device)
+            step = self._steps[tensors] = TorchStep.over(tensors.by_attention_layer(self._config.kv_of_attention), self._device)
             if len(self._steps) > MAX_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(tensors)

@@ -53,6 +53,7 @@ class AttentionInputs(Uncopyable):
         tables = rope_tables(mixers, length)
         self._tables = {key: memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in tables.items()}
         self.options: tuple[dict[str, Any], ...] = tuple(map(self._options, mixers))
+        self.stores_kv = tuple(mixer.stores_kv for mixer in mixers)
         memory.synchronize(stream)
 
     def _options(self, mixer: AttentionConfig) -> dict[str, Any]:
@@ -104,10 +105,10 @@ class KernelAttention:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
         qkv = qkv.contiguous()
         cache = self._caches[layer]
-        kv_heads = cache.shape[2]
+        kv_heads = cache.shape[2] if self._inputs.stores_kv[layer] else 0
         heads = qkv.shape[2] - 2 * kv_heads
         out = qkv.new_empty((*qkv.shape[:2], heads, qkv.shape[3]))
-        q, k, v = self._views.split_qkv(qkv, heads, kv_heads)
+        q, k, v = self._views.split_qkv(qkv, heads, kv_heads) if kv_heads else (self._views.of(qkv), None, None)
         call = AttentionParams(
             q=q, k=k, v=v, cache=cache, kv_scales=self._scales[layer], lengths=self._start, new_lengths=None,
             out=self._views.of(out), sinks=None if sinks is None else self._views.of(sinks), **self._inputs.options[layer],
@@ -147,13 +148,14 @@ class KernelElementwise(Elementwise):
         )
         return hidden, out
 
-    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:
+    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm | None) -> torch.Tensor:
         """See :meth:`Elementwise.norm_qk`. Overwrites ``qkv``."""
         slots, width = qkv.shape[:2]
-        differ = (q_norm.epsilon, q_norm.offset) != (k_norm.epsilon, k_norm.offset)
-        if slots * width > MAX_ROWS or qkv.shape[3] % 2 or differ or not (q_norm.has_kernel and k_norm.has_kernel):
+        norms = (q_norm, k_norm or q_norm)  # without heads of k, the kernel reads no weight of theirs
+        differ = len({(norm.epsilon, norm.offset) for norm in norms}) > 1
+        if slots * width > MAX_ROWS or qkv.shape[3] % 2 or differ or not all(norm.has_kernel for norm in norms):
             return super().norm_qk(qkv, heads, q_norm, k_norm)
-        q_weight, k_weight = (self._views.of(norm.weight) for norm in (q_norm, k_norm))
+        q_weight, k_weight = (self._views.of(norm.weight) for norm in norms)
         qk_rms_norm_kernel(self._views.rows_of(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)
         return qkv
 

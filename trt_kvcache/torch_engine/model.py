@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -24,6 +26,8 @@ def decoder_step(
     if hidden_inputs is not None:
         assert weights.merge is not None
         hidden = weights.merge(hidden, hidden_inputs)
+    if weights.per_layer is not None:
+        operations = replace(operations, per_layer_inputs=weights.per_layer.inputs(input_ids, hidden, operations))
     normed = normalised(hidden, weights.blocks[0].norm)
     next_norms = [*((block.norm, block.shares_input) for block in weights.blocks[1:]), (weights.final_norm, False)]
     for block, (next_norm, is_shared) in zip(weights.blocks, next_norms, strict=True):

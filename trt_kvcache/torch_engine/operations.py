@@ -23,14 +23,15 @@ from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
 TorchMatrix: TypeAlias = torch.Tensor | PackedMatrix | PackedParts
 
 #: Function of the index of the attention layer, q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE, which it may
-#: overwrite, and attention sinks float32 ``[Hq]`` or None; returns ``[A, s, Hq, D]``.
+#: overwrite, and attention sinks float32 ``[Hq]`` or None; returns ``[A, s, Hq, D]``. A layer that reads K and V of another one has q
+#: alone.
 TorchAttention = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 #: Function of the index of an attention layer that applies RoPE before the norms of q and k, and q, k and v of the new tokens; returns
 #: them after RoPE.
 TorchRotation = Callable[[int, torch.Tensor], torch.Tensor]
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
@@ -125,11 +126,13 @@ class Elementwise:
         hidden = hidden + scaled(normalised(change, change_norm), factor)
         return hidden, normalised(hidden, norm)
 
-    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm) -> torch.Tensor:
-        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which may be overwritten, with norms of q and k.
+    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm | None) -> torch.Tensor:
+        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which may be overwritten, with norms of q and k; with H = 0, there is no norm of k.
 
         A norm covers one head or all of them, by its number of weights.
         """
+        if k_norm is None:
+            return _norm_of_heads(qkv, q_norm)
         q, k, v = qkv.split((*heads, heads.kv), dim=2)
         return torch.cat((_norm_of_heads(q, q_norm), _norm_of_heads(k, k_norm), v), dim=2)
 
@@ -138,14 +141,14 @@ class Elementwise:
         gate, up = gate_up.chunk(2, dim=-1)
         if isinstance(activation, ClampedSwiGLU):
             return _clamped_swiglu(activation, gate, up)
-        return _ACTIVATIONS[activation](gate) * up
+        return ACTIVATIONS[activation](gate) * up
 
     def inner(self, inputs: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """Return the inner activations of an MLP, from its products with gate, if there is one, and up."""
         if config.gated:
             return self.gated(inputs, config.activation)
         assert isinstance(config.activation, str)
-        return _ACTIVATIONS[config.activation](inputs)
+        return ACTIVATIONS[config.activation](inputs)
 
 
 class Projections:
@@ -226,7 +229,7 @@ class ExpertProducts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """All operations of a decoder's layers in one step."""
+    """All operations of a decoder's layers in one step, and the inputs that all layers have in common."""
 
     rotation: TorchRotation
     attention: TorchAttention
@@ -235,6 +238,7 @@ class Operations:
     projections: Projections
     router: Router
     experts: ExpertProducts
+    per_layer_inputs: torch.Tensor | None = None  # [layers, A, s, size] of a step, from the per-layer embedding
 
 
 def dense(matrix: TorchMatrix) -> torch.Tensor:

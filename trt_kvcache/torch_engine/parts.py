@@ -17,13 +17,14 @@ from trt_kvcache.torch_engine.fused_projections import fused
 from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, HeadCounts, Operations, StateSpace, TorchProjection
+from trt_kvcache.torch_engine.per_layer_input import PerLayerInput
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
 from trt_kvcache.torch_engine.stored_weights import StoredWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfAttention:
-    """Attention. ``inputs``: the heads of q, k and v (if it is not k), then of the output gate, if there is one.
+    """Attention. ``inputs``: the heads of q, of k and v if the layer stores them (of k alone if it is v), then of an output gate.
 
     ``sinks``: float32 ``[Hq]``. Absent norms and sinks are None.
     """
@@ -43,8 +44,8 @@ class SelfAttention:
             None if config.qk_norm is None or norm is None else TorchNorm.of(config.qk_norm.norm, norm)
             for norm in (stored.q_norm, stored.k_norm)
         )
-        values = () if config.values_are_keys else ("v",)
-        inputs = fused(stored, "q", "k", *values, *(("output_gate",) if config.output_gate else ()))
+        kv = ("k",) if config.values_are_keys else ("k", "v")
+        inputs = fused(stored, "q", *(kv if config.stores_kv else ()), *(("output_gate",) if config.output_gate else ()))
         sinks = stored["sinks"].float() if config.sinks else None
         return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, sinks=sinks, o=fused(stored, "o"))
 
@@ -61,8 +62,8 @@ class SelfAttention:
             heads = torch.cat((heads, heads[:, :, config.num_heads :]), dim=2)
         if config.rotates_before_norm:
             heads = operations.rotation(self.index, heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            counts = HeadCounts(config.num_heads, config.num_kv_heads)
+        if self.q_norm is not None:
+            counts = HeadCounts(config.num_heads, config.num_kv_heads if config.stores_kv else 0)
             heads = operations.elementwise.norm_qk(heads, counts, self.q_norm, self.k_norm)
         if config.v_norm_epsilon is not None:
             qk, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=2)
@@ -164,8 +165,8 @@ class GatedDeltaNet:
         return project(self.delta_out, states.gated_norm(ruled, gate, self.norm, group_size=group_size, gate_first=False, eps=eps))
 
 
-#: A mixer or an MLP: the part between two sums of the residual stream.
-Part = Mlp | RoutedMlp | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
+#: A mixer, an MLP or a per-layer input: the part between two sums of the residual stream.
+Part = Mlp | RoutedMlp | PerLayerInput | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
 
 
 def _convolution(stored: StoredWeights) -> Convolution:

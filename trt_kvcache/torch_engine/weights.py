@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.checkpoint.decoder_weights import NormWeights, merge_weights
-from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig, RoutedMlpConfig
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
@@ -18,13 +18,14 @@ from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
 from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Part, SelfAttention, ShortConvolution
+from trt_kvcache.torch_engine.per_layer_input import PerLayerEmbedding, PerLayerInput
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
 from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, StoredWeights, arranged, stored_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A mixer or an MLP in the residual stream: ``scale * (x + factor * output_norm(part(norm(x))))``.
+    """A mixer, an MLP or a per-layer input in the residual stream: ``scale * (x + factor * output_norm(part(norm(x))))``.
 
     ``scale``: ``[1]``, or None for 1. ``shares_input``: the part has the input of the block before, and the block has no ``norm``.
     """
@@ -73,6 +74,7 @@ class TorchWeights:
     final_norm: TorchNorm
     head: TorchMatrix
     is_packed: bool
+    per_layer: PerLayerEmbedding | None
     merge: Merge | None = None
 
     @property
@@ -100,20 +102,23 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
         final_norm=final_norm,
         head=head,
         merge=Merge.of(config, load),
+        per_layer=PerLayerEmbedding.of(config, dtype, load),
         is_packed=not all(isinstance(matrix, torch.Tensor) for matrix in matrices)
         or any(block.part.experts.is_packed for block in blocks if isinstance(block.part, RoutedMlp)),
     )
 
 
 def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> Iterator[Block]:
-    """Yield the blocks of each layer: its mixer and its MLP, if it has them."""
-    for index, (layer, place) in enumerate(zip(config.layers, indices_in_kind(config), strict=True)):
+    """Yield the blocks of each layer: its mixer, its MLP and its per-layer input, if it has them."""
+    attention, recurrent = count(), count()
+    for index, layer in enumerate(config.layers):
         stored = stored_weights(config, index, load, load_packed)
         scale = stored["output_scale"] if layer.output_scale else None
-        if layer.mixer is not None and place is not None:
-            part = _mixer(place, layer.mixer, stored)
+        parts = [part for part in (layer.mixer, layer.mlp, layer.per_layer_input) if part is not None]
+        if layer.mixer is not None:
+            part = _mixer(next(attention if isinstance(layer.mixer, AttentionConfig) else recurrent), layer.mixer, stored)
             norms = (_norm(layer.input_norm, stored.input_norm), _norm(layer.mixer_output_norm, stored.mixer_output_norm))
-            own_scale = scale if layer.mlp is None else None
+            own_scale = scale if len(parts) == 1 else None
             yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier, scale=own_scale)
         if layer.mlp is not None:
             norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
@@ -124,12 +129,16 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
                 output_norm=norms[1],
                 factor=layer.residual_multiplier,
                 shares_input=layer.parallel,
-                scale=scale,
+                scale=scale if layer.per_layer_input is None else None,
             )
+        if layer.per_layer_input is not None:
+            output_norm = _norm(layer.per_layer_input.output_norm, stored.norm("per_layer_norm"))
+            gated = PerLayerInput.of(index, layer.per_layer_input, stored)
+            yield Block(norm=None, part=gated, output_norm=output_norm, factor=1.0, scale=scale)
 
 
 def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:
-    """Return a mixer. ``index``: its place among the layers with K and V, or among the recurrent ones."""
+    """Return a mixer. ``index``: its place among the attention layers, or among the recurrent ones."""
     if isinstance(config, AttentionConfig):
         return SelfAttention.of(index, config, stored)
     if isinstance(config, ShortConvConfig):

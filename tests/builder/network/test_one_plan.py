@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.models import model_of
-from tests.reference.rig import MODELS, golden
+from tests.reference.rig import golden
 from tests.sweeps import one_of_each_family
 from tests.trt.plugin.on_host import run_plugins_on_host
 from trt_kvcache.builder.serialization import make_config, serialize
@@ -16,7 +16,7 @@ from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.int32_packing import packed_shape
 
-from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH
+from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, PLUGIN_MODELS
 from .interpreter import interpret
 from .plugin_networks import define_with_plugin_layers
 from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, States, assert_near, run, tokens_of
@@ -73,7 +73,7 @@ def of_golden_slot(logits):
     return np.array([step[GOLDEN_SLOT] for step in logits])
 
 
-@pytest.mark.parametrize("model", one_of_each_family(MODELS))
+@pytest.mark.parametrize("model", one_of_each_family(PLUGIN_MODELS))
 def test_one_plan_computes_the_logits_of_hugging_face(rtx, model):
     """All that is not live is NaN."""
     logits = run(OnePlan(define_with_plugin_layers(rtx, model)), *tokens_of(model))
@@ -120,7 +120,7 @@ def test_it_builds_into_one_plan_that_names_the_plugin(rtx, model):
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"logits": 7}, {"quantized": QuantizedKV("int8")}, {"quantized": QuantizedKV("fp8")}], ids=str
 )
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", PLUGIN_MODELS)
 def test_every_family_builds(rtx, model, options):
     if "quantized" in options and any(mixer.head_dim % 16 for mixer in model_of(model).attention_layers):
         pytest.skip("rows of K and V in 8 bits are a multiple of 16 bytes")

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.trt
 EQUAL, MIXED = "equal layers", "layers of different sizes"
 MODELS = {
     EQUAL: ModelConfig.from_dict({**SMALL, "head_dim": 64, "num_hidden_layers": 2}),
-    MIXED: mixed_model(64, 128, 256, 80),  # heads, windows, softcap, scale, RoPE of a part and none
+    MIXED: mixed_model(64, 128, 256, 80, plugin_layers=True),  # heads, windows, softcap, scale, RoPE of a part and none
 }
 
 #: Static scales of K and V that hold every row of either model, with room.

@@ -25,12 +25,13 @@ class DecoderContext:
     names: TensorNames
     max_sequence_length: int  # tokens that a slot can hold, S
     attention: Mapping[int, AttentionLayerConfig]  # by layer, for layers with attention
-    indices: tuple[int | None, ...]  # of each layer among the layers with the same kind of cache
+    indices: tuple[int | None, ...]  # of the K and V, or the states, of each layer in the cache
     states: Sequence[Mapping[StateKind, tuple[TensorSpec, TensorSpec]]]  # past and present tensors of each layer with states
     new_tokens: NewTokens
     unit_triangle: UnitTriangle
     lengths: StepLengths | None = None  # not for the plugin variant
     tables: Mapping[RopeKind, RopeTables] = field(default_factory=dict)  # by kind of RoPE; not for the plugin variant
     query_factors: Mapping[QueryScaling, Any] = field(default_factory=dict)  # [B, s, 1, 1] float32; not for the plugin variant
+    stored: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # keys and values [B, H, S, D] by layer, as layers are added
     masks: Mapping[int | None, Any] = field(default_factory=dict)  # [B, 1, s, S] bool by window; for the mask variant
     lowering: AttentionLowering | None = None  # for the plugin variant

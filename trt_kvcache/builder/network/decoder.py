@@ -22,7 +22,7 @@ from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
 from trt_kvcache.engine.decoder_profiles import MIN_BATCH_SIZE
-from trt_kvcache.engine.decoder_tensors import indices_in_kind, logits_tensors, state_tensors
+from trt_kvcache.engine.decoder_tensors import cache_indices, logits_tensors, state_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, embedding_output_name
 from trt_kvcache.model import AttentionConfig, ModelConfig
@@ -99,7 +99,7 @@ def _context(
         names=names,
         max_sequence_length=cache.max_sequence_length,
         attention={config.layer: config for config in configs},
-        indices=indices_in_kind(model),
+        indices=cache_indices(model),
         states=() if mamba is None else tuple(state_tensors(mamba, names, index) for index in range(mamba.num_layers)),
         new_tokens=NewTokens(names),
         unit_triangle=UnitTriangle(max_width),

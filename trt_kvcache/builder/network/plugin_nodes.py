@@ -7,7 +7,7 @@ from typing import Any
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.plugin_layers import PluginLayers, plugin_layers
 from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
-from trt_kvcache.engine.decoder_tensors import indices_in_kind, kv_tensors
+from trt_kvcache.engine.decoder_tensors import cache_indices, kv_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes
@@ -51,7 +51,7 @@ def decoder_plugin_layers(
     """
     attention = {
         layer: _attention_node(model, layer, index, names, cache, graph.dtype, operations.get(AttentionOp.name))
-        for layer, index in enumerate(indices_in_kind(model))
+        for layer, index in enumerate(cache_indices(model))
         if index is not None and isinstance(model.layers[layer].mixer, AttentionConfig)
     }
     table = TensorType((model.vocab_size, model.hidden_size), graph.dtype), TensorType((-1, -1), "int32")

@@ -25,11 +25,12 @@ def self_attention(
     A segment cut passes the residual on to the next network: see ``AttentionLowering``.
     """
     mixer = context.model.layers[layer].attention
-    heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
+    heads = {"q": mixer.num_heads, **dict.fromkeys(("k", "v") if mixer.stores_kv else (), mixer.num_kv_heads)}
     rotation = _rotation_before_norms(graph, x, context, mixer)
-    stored = {side: linear(graph, x, weights, side, bias=mixer.qkv_bias) for side in (("q", "k") if mixer.values_are_keys else heads)}
-    rows = {**stored, "v": stored["k" if mixer.values_are_keys else "v"]}
-    q, k, v = (_split(graph, rows[side], weights, side, count, context, mixer, rotation) for side, count in heads.items())
+    rows = {side: linear(graph, x, weights, side, bias=mixer.qkv_bias) for side in heads if side != "v" or not mixer.values_are_keys}
+    if mixer.values_are_keys:
+        rows["v"] = rows["k"]
+    q, *new = (_split(graph, rows[side], weights, side, count, context, mixer, rotation) for side, count in heads.items())
     kept = {hidden_state_name(layer): residual}
     if mixer.output_gate:
         kept[output_gate_name(layer)] = linear(graph, x, weights, "output_gate", bias=mixer.qkv_bias)
@@ -37,10 +38,10 @@ def self_attention(
         if mixer.query_scaling is not None:
             factors = context.lowering.query_factors(graph, mixer.query_scaling, x)
             q = scale_queries(graph, f"{module}/q/by_position", q, factors, heads_first=False)
-        attended, next_kept = context.lowering.add_attention(graph, layer, (q, k, v), kept)
+        attended, next_kept = context.lowering.add_attention(graph, layer, (q, *new), kept)
         kept = dict(next_kept)
     else:
-        attended = _attend_with_tensorrt(graph, (q, k, v), module, context, context.attention[layer])
+        attended = _attend_with_tensorrt(graph, q, new, module, context, context.attention[layer])
     width = mixer.num_heads * mixer.head_dim
     transpose = None if context.lowering else (0, 2, 1, 3)
     merged = graph.shuffle(f"{module}/merge_heads", attended, first_transpose=transpose, reshape=(0, 0, width))
@@ -94,24 +95,36 @@ def _split(
     return y
 
 
-def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context: DecoderContext, config: AttentionLayerConfig) -> Any:
-    """Apply RoPE, append to the caches, and attend: q, k and v ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
+def _attend_with_tensorrt(
+    graph: Graph, q: Any, new: Sequence[Any], module: str, context: DecoderContext, config: AttentionLayerConfig
+) -> Any:
+    """Apply RoPE, append ``new`` k and v, if there are any, to the caches, and attend: ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
     mixer, lengths = context.model.layers[config.layer].attention, context.lengths
     assert lengths is not None
     kind = rope_kind(mixer.after_norms)
     tables = None if kind is None else context.tables[kind]
-    q, k, v = qkv
-    q, k = (apply_rope(graph, f"{module}/{side}", x, tables, lengths.position_ids) for side, x in (("q", q), ("k", k)))
+    q = apply_rope(graph, f"{module}/q", q, tables, lengths.position_ids)
     if mixer.query_scaling is not None:
         q = scale_queries(graph, f"{module}/q/by_position", q, context.query_factors[mixer.query_scaling], heads_first=True)
     q = _scale(graph, f"{module}/q", q, mixer.score_scale)
-    k = graph.cast(f"{module}/k/to_{graph.dtype}", k, graph.dtype)
+    if mixer.kv_source_layer is None:
+        k, v = new
+        k = apply_rope(graph, f"{module}/k", k, tables, lengths.position_ids)
+        k = graph.cast(f"{module}/k/to_{graph.dtype}", k, graph.dtype)
+        context.stored[config.layer] = _updated(graph, k, v, context, config.layer)
+    keys, values = context.stored[config.layer if mixer.kv_source_layer is None else mixer.kv_source_layer]
+    return _add_attention_layer(graph, f"{module}/attend", q, keys, values, context, config)
 
-    k_cache, v_cache = context.names.cache_pairs(_cache_index(context, config.layer))
+
+def _updated(graph: Graph, k: Any, v: Any, context: DecoderContext, layer: int) -> tuple[Any, Any]:
+    """Append k and v to the caches of a layer and return all its rows."""
+    mixer, lengths = context.model.layers[layer].attention, context.lengths
+    assert lengths is not None
+    k_cache, v_cache = context.names.cache_pairs(_cache_index(context, layer))
     shape = (mixer.num_kv_heads, context.max_sequence_length, mixer.head_dim)
     keys = update_cache(graph, cache=k_cache, shape=shape, rows=k, start_index=lengths.start_index)
     values = update_cache(graph, cache=v_cache, shape=shape, rows=v, start_index=lengths.start_index)
-    return _add_attention_layer(graph, f"{module}/attend", q, keys, values, context, config)
+    return keys, values
 
 
 def _cache_index(context: DecoderContext, layer: int) -> int:

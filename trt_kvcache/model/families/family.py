@@ -13,6 +13,11 @@ from trt_kvcache.model.model_config import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 
+#: Names of the per-layer embedding, of the projection of the hidden state that is added to its rows, and of the norm of that projection.
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+PER_LAYER_PROJECTION = "model.per_layer_model_projection.weight"
+PER_LAYER_NORM = "model.per_layer_projection_norm.weight"
+
 #: Names of the weights of a layer by role, between ``model.layers.<index>.`` and ``.weight`` or ``.bias``.
 LLAMA_NAMES: Mapping[str, str] = {
     "input_norm": "input_layernorm",

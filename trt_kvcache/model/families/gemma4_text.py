@@ -1,9 +1,12 @@
-"""Gemma 4, text decoder: larger heads in full attention, where K may be V too, an RMSNorm of v, and a learned scale of each layer."""
+"""Gemma 4, text decoder: larger heads in full attention, where K may be V too, an RMSNorm of v, a learned scale of each layer, shared
+K/V (the last layers read K and V of earlier ones), and per-layer embeddings.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trt_kvcache._util.short_repr import short_repr
@@ -15,6 +18,8 @@ from trt_kvcache.model.families.gemma2 import GEMMA_NAMES, window
 from trt_kvcache.model.families.refusals import EXPERTS, unsupported
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, QkNormConfig
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.per_layer_config import PerLayerEmbeddingConfig, PerLayerInputConfig
 from trt_kvcache.model.rope import RopeConfig
 
 _ROPES = {
@@ -29,6 +34,7 @@ def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
     _refuse_parts(fields)
     kinds = _layer_types(fields)
+    sources = _kv_sources(fields, kinds)
     found, sizes, bias = norm(fields, rounds_before_weight=False), _sizes(fields, kinds), fields.flag("attention_bias", False)
     mixers = {
         kind: AttentionConfig(
@@ -48,14 +54,25 @@ def read(fields: ConfigFields) -> ModelConfig:
     }
     norms: dict[str, Any] = dict.fromkeys(("input_norm", "mixer_output_norm", "mlp_norm", "mlp_output_norm"), found)
     dense = mlp(fields, activation_field="hidden_activation")
+    wide = replace(dense, intermediate_size=2 * dense.intermediate_size) if fields.flag("use_double_wide_mlp", False) else dense
+    embedding = _per_layer_embedding(fields, found)
+    per_layer = None if embedding is None else PerLayerInputConfig(size=embedding.size, activation=str(dense.activation), output_norm=found)
+    common = {"per_layer_input": per_layer, "output_scale": True, **norms}
+    layers = [
+        LayerConfig(mixer=mixers[kind], mlp=dense, **common)
+        if source is None
+        else LayerConfig(mixer=_reader(mixers[kind], source), mlp=wide, **common)
+        for kind, source in zip(kinds, sources, strict=True)
+    ]
     return model(
         fields,
-        "gemma4_text",
-        [LayerConfig(mixer=mixers[kind], mlp=dense, output_scale=True, **norms) for kind in kinds],
+        str(fields.get("model_type")),
+        layers,
         final_norm=found,
         embedding_multiplier=math.sqrt(fields.integer("hidden_size")),
         rounds_embedding_multiplier=True,
         final_softcap=softcap(fields, "final_logit_softcapping"),
+        per_layer_embedding=embedding,
     )
 
 
@@ -65,14 +82,6 @@ def _refuse_parts(fields: ConfigFields) -> None:
         raise unsupported(fields, {"enable_moe_block": EXPERTS})
     if fields.get("use_bidirectional_attention") not in (None, "vision"):
         raise fields.refusal("use_bidirectional_attention", "null or vision, which is causal attention in a text")
-    for name, part in (
-        ("num_kv_shared_layers", "has layers that share K and V"),
-        ("hidden_size_per_layer_input", "has per-layer embeddings"),
-    ):
-        if fields.count(name, 0) < 0:
-            raise fields.refusal(name, "an integer >= 0")
-        if fields.count(name, 0):
-            raise unsupported(fields, {name: part})
 
 
 def _layer_types(fields: ConfigFields) -> tuple[str, ...]:
@@ -82,6 +91,37 @@ def _layer_types(fields: ConfigFields) -> tuple[str, ...]:
     if kinds[-1] != FULL:
         raise ConfigError(f"layer_types: expected {FULL} for the last layer, got {kinds[-1]}.")
     return kinds
+
+
+def _per_layer_embedding(fields: ConfigFields, norm: NormConfig) -> PerLayerEmbeddingConfig | None:
+    """Return the per-layer embedding; None if its size is 0 or null."""
+    size = 0 if fields.get("hidden_size_per_layer_input") is None else fields.count("hidden_size_per_layer_input", 0)
+    if size == 0:
+        return None
+    if size < 0:
+        raise fields.refusal("hidden_size_per_layer_input", "an integer >= 0")
+    vocab_size = fields.integer("vocab_size_per_layer_input")
+    if vocab_size < fields.integer("vocab_size"):
+        raise fields.refusal("vocab_size_per_layer_input", f"at least vocab_size={fields.integer('vocab_size')}, a row of each token")
+    return PerLayerEmbeddingConfig(vocab_size=vocab_size, size=size, norm=norm)
+
+
+def _kv_sources(fields: ConfigFields, kinds: tuple[str, ...]) -> list[int | None]:
+    """Return for each layer the one whose K and V it reads: for the last layers, the last one of its type before them all; else None."""
+    shared = fields.count("num_kv_shared_layers", 0)
+    if not 0 <= shared < len(kinds):
+        raise fields.refusal("num_kv_shared_layers", f"an integer from 0 to {len(kinds) - 1}")
+    first = len(kinds) - shared
+    stored = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    for kind in kinds[first:]:
+        if kind not in stored:
+            raise fields.refusal("num_kv_shared_layers", f"a number that leaves a layer of {kind} with K and V of its own")
+    return [None] * first + [stored[kind] for kind in kinds[first:]]
+
+
+def _reader(mixer: AttentionConfig, source: int) -> AttentionConfig:
+    """Return the attention of a layer that reads K and V of another one."""
+    return replace(mixer, kv_source_layer=source, v_norm_epsilon=None, values_are_keys=False)
 
 
 def _sizes(fields: ConfigFields, kinds: tuple[str, ...]) -> dict[str, dict[str, int]]:
@@ -132,12 +172,20 @@ FAMILY = Family(
         "rms_norm_eps": 1e-6,
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "num_kv_shared_layers": 0,
         "sliding_window": 512,
         "tie_word_embeddings": True,
         "bos_token_id": 2,
         "eos_token_id": 1,
     },
     read=read,
-    names={**GEMMA_NAMES, "output_scale": "layer_scalar"},
+    names={
+        **GEMMA_NAMES,
+        "per_layer_gate": "per_layer_input_gate",
+        "per_layer_projection": "per_layer_projection",
+        "per_layer_norm": "post_per_layer_input_norm",
+        "output_scale": "layer_scalar",
+    },
     uses=frozenset({"final_logit_softcapping", "use_bidirectional_attention"}),
 )

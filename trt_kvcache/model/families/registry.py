@@ -21,7 +21,10 @@ from trt_kvcache.model.families import (
     gemma2,
     gemma3,
     gemma3_text,
+    gemma4,
     gemma4_text,
+    gemma4_unified,
+    gemma4_unified_text,
     glm4,
     gpt_oss,
     granite,
@@ -63,7 +66,7 @@ FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
         *(llama, mistral, ministral3, mistral3, qwen2, qwen2_5_vl, qwen3, qwen3_vl, phi3, gemma2, gemma3_text, gemma3),
-        *(gemma4_text, smollm3),
+        *(gemma4_text, gemma4, gemma4_unified_text, gemma4_unified, smollm3),
         *(olmo2, olmo3, granite, ernie4_5, exaone4, glm4, hunyuan_v1_dense, starcoder2, stablelm, cohere2),
         *(qwen3_moe, mixtral, olmoe, gpt_oss),
         *(qwen3_next, qwen3_5_text, qwen3_5, qwen3_5_moe_text, qwen3_5_moe, lfm2, lfm2_moe, mamba2, bamba, granitemoehybrid, nemotron_h),
