@@ -66,114 +66,75 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     router_logits<BFloat16>(x, weight, bias, logits, rows, quads);
 }
 
-// Experts of a row: a lane has every 32nd of them. trt_kvcache/kernels/router_kernels.py has the limit too, and that of 32
-// choices, a lane for each.
-constexpr int kExpertsPerLane = 16;
+// A thread for each expert. trt_kvcache/kernels/router_kernels.py has the limit too.
+constexpr int kMaxExperts = 512;
 
-__device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xFF800000u); }
-
-__device__ __forceinline__ float warp_max(float value) {
-    for (int lanes = 16; lanes; lanes /= 2) {
-        const float other = __shfl_xor_sync(~0u, value, lanes);
-        value = other > value ? other : value;
-    }
+template <class Join>
+__device__ __forceinline__ float joined(float value, float nothing, float* of_warps, Join join) {
+    for (int lanes = 16; lanes; lanes /= 2) value = join(value, __shfl_xor_sync(~0u, value, lanes));
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    if (lane == 0) of_warps[warp] = value;
+    __syncthreads();
+    value = lane < warps ? of_warps[lane] : nothing;
+    for (int lanes = 16; lanes; lanes /= 2) value = join(value, __shfl_xor_sync(~0u, value, lanes));
     return value;
 }
-__device__ __forceinline__ float warp_sum(float value) {
-    for (int lanes = 16; lanes; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
-    return value;
-}
+struct Highest {
+    __device__ __forceinline__ float operator()(float a, float b) const { return a > b ? a : b; }
+};
+struct Sum {
+    __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+};
 
-// A number that is greater for a greater score, and among equal ones for a lower expert; no score is -0. It is never 0,
-// so that each expert can be chosen, also with a score of NaN.
+// A number that is greater for a greater score, and among equal ones for a lower expert; no score is -0. Those of experts
+// differ, also where a score is NaN.
 __device__ __forceinline__ unsigned long long rank_of(float score, int expert) {
     const unsigned bits = __float_as_uint(score);
     const unsigned ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     return static_cast<unsigned long long>(ordered) << 32 | ~static_cast<unsigned>(expert);
 }
 
-struct Choice {
-    const float* bias;  // of each expert, which its score has when experts are chosen; null for none
-    int choices;        // of a row
-    bool softmax, renormalise;
-    float sum_epsilon, factor;
-};
-
-// The `choices` highest scores of a row. Grid: a block of one warp for each row.
-__device__ __forceinline__ void choose_of_row(const float* logits, int* chosen, float* weights, int experts,
-                                              const Choice& choice) {
-    constexpr unsigned long long kNone = 0;
-    const int lane = threadIdx.x;
-    float scores[kExpertsPerLane];
-    unsigned long long ranks[kExpertsPerLane];
-    float biases[kExpertsPerLane];
-#pragma unroll
-    for (int i = 0; i < kExpertsPerLane; i++) {
-        const int expert = lane + 32 * i;
-        biases[i] = choice.bias && expert < experts ? choice.bias[expert] : 0.0f;
-    }
-    grid_dependents_may_launch();
-    grid_dependency_wait();
-    float highest = negative_infinity();
-#pragma unroll
-    for (int i = 0; i < kExpertsPerLane; i++) {
-        const int expert = lane + 32 * i;
-        scores[i] = expert < experts ? logits[expert] : negative_infinity();
-        highest = scores[i] > highest ? scores[i] : highest;
-    }
-    if (choice.softmax) {
-        highest = warp_max(highest);
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kExpertsPerLane; i++) {  // 0 behind the last expert
-            scores[i] = expf(scores[i] - highest);
-            sum += scores[i];
-        }
-        sum = warp_sum(sum);
-#pragma unroll
-        for (int i = 0; i < kExpertsPerLane; i++) scores[i] /= sum;
-    } else {
-#pragma unroll
-        for (int i = 0; i < kExpertsPerLane; i++) scores[i] = 1.0f / (1.0f + expf(-scores[i]));
-    }
-#pragma unroll
-    for (int i = 0; i < kExpertsPerLane; i++) {
-        const int expert = lane + 32 * i;
-        ranks[i] = expert < experts ? rank_of(scores[i] + biases[i], expert) : kNone;
-    }
-    int own_expert = 0;  // of the choice with the number of this lane
-    float own_score = 0.0f, sum = 0.0f;
-    for (int number = 0; number < choice.choices; number++) {
-        unsigned long long best = kNone;
-        float score = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kExpertsPerLane; i++) {
-            if (ranks[i] > best) best = ranks[i], score = scores[i];
-        }
-        const unsigned long long own_best = best;
-        for (int lanes = 16; lanes; lanes /= 2) {
-            const unsigned long long other = __shfl_xor_sync(~0u, best, lanes);
-            best = other > best ? other : best;
-        }
-        const int expert = static_cast<int>(~static_cast<unsigned>(best));
-        score = __shfl_sync(~0u, score, expert % 32);
-        sum += score;
-        if (lane == number) own_expert = expert, own_score = score;
-        if (own_best != best) continue;
-#pragma unroll
-        for (int i = 0; i < kExpertsPerLane; i++) ranks[i] = ranks[i] == best ? kNone : ranks[i];
-    }
-    if (lane >= choice.choices) return;
-    const float divisor = choice.renormalise ? sum + choice.sum_epsilon : 1.0f;
-    chosen[lane] = own_expert;
-    weights[lane] = own_score / divisor * choice.factor;
-}
-
-extern "C" __global__ void __launch_bounds__(32)
+// The `choices` highest scores of a row, from the highest one on: an expert has the place that as many have before it as
+// have a higher rank. Grid: a block for each row, with a thread for each expert, in whole warps.
+extern "C" __global__ void __launch_bounds__(kMaxExperts)
     choose_experts(const float* logits, const float* choice_bias, int* chosen, float* weights, long long experts,
                    long long choices, long long softmax, long long renormalise, double sum_epsilon, double factor) {
-    const Choice choice{choice_bias,      static_cast<int>(choices),       softmax != 0,
-                        renormalise != 0, static_cast<float>(sum_epsilon), static_cast<float>(factor)};
-    choose_of_row(logits + blockIdx.x * experts, chosen + blockIdx.x * choices, weights + blockIdx.x * choices,
-                  static_cast<int>(experts), choice);
+    SHARED_ARRAY(float, of_warps, 2 * kMaxExperts / 32);
+    SHARED_ARRAY(unsigned long long, ranks, kMaxExperts);
+    SHARED_ARRAY(float, chosen_scores, kMaxExperts);
+    const int expert = threadIdx.x;
+    const bool exists = expert < experts;
+    const float bias = choice_bias && exists ? choice_bias[expert] : 0.0f;
+    grid_dependents_may_launch();
+    grid_dependency_wait();
+    const float none = __uint_as_float(0xFF800000u);  // -infinity
+    const float logit = exists ? logits[blockIdx.x * experts + expert] : none;
+    float score;
+    if (softmax) {
+        const float highest = joined(logit, none, of_warps, Highest{});
+        score = exists ? expf(logit - highest) : 0.0f;
+        score /= joined(score, 0.0f, of_warps + kMaxExperts / 32, Sum{});
+    } else {
+        score = 1.0f / (1.0f + expf(-logit));
+    }
+    const unsigned long long rank = rank_of(score + bias, expert);
+    if (exists) ranks[expert] = rank;
+    __syncthreads();
+    int place = 0;
+#pragma unroll 8
+    for (int other = 0; other < experts; other++) place += ranks[other] > rank;
+    const bool is_chosen = exists && place < choices;
+    if (is_chosen) {
+        chosen[blockIdx.x * choices + place] = expert;
+        chosen_scores[place] = score;
+    }
+    __syncthreads();
+    if (!is_chosen) return;
+    float divisor = 1.0f;
+    if (renormalise) {
+        divisor = 0.0f;
+        for (int other = 0; other < choices; other++) divisor += chosen_scores[other];
+        divisor += static_cast<float>(sum_epsilon);
+    }
+    weights[blockIdx.x * choices + place] = score / divisor * static_cast<float>(factor);
 }

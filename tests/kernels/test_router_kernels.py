@@ -7,7 +7,6 @@ import pytest
 
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.router_kernels import (
-    MAX_CHOICES,
     MAX_EXPERTS,
     MAX_ROUTER_ROWS,
     choose_experts_kernel,
@@ -78,7 +77,7 @@ ROUTERS = {
     ),
     "all experts": RouterConfig(num_experts=5, experts_per_token=5),
     "one": RouterConfig(num_experts=1, experts_per_token=1, scores="sigmoid"),
-    "most": RouterConfig(num_experts=MAX_EXPERTS, experts_per_token=MAX_CHOICES, renormalise=True, factor=0.5),
+    "most": RouterConfig(num_experts=MAX_EXPERTS, experts_per_token=32, renormalise=True, factor=0.5),
     "uneven": RouterConfig(num_experts=97, experts_per_token=3, scores="sigmoid", renormalise=True, sum_epsilon=0.25),
 }
 
@@ -124,6 +123,15 @@ def test_scores_below_zero(memory, stream):
     np.testing.assert_allclose(weights, 0.5, rtol=SCORE_ROUNDING)
 
 
+def test_large_logits(memory, stream):
+    router = RouterConfig(num_experts=40, experts_per_token=2)
+    logits = np.full((1, 40), -400, np.float32)
+    logits[0, [7, 3]] = 200, 199
+    chosen, weights = choose(memory, stream, router, logits)
+    assert chosen.tolist() == [[7, 3]]
+    np.testing.assert_allclose(weights, [[1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]], rtol=SCORE_ROUNDING)
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_logits_that_are_not_finite_choose_different_experts(memory, stream, value):
     router = RouterConfig(num_experts=33, experts_per_token=4, renormalise=True)
@@ -139,4 +147,3 @@ def test_routers_of_other_kinds_are_not_supported():
     assert not router_is_supported(router, 64, "float32")
     assert not router_is_supported(RouterConfig(num_experts=8, experts_per_token=2, num_groups=2), 64, "bfloat16")
     assert not router_is_supported(RouterConfig(num_experts=MAX_EXPERTS + 1, experts_per_token=2), 64, "bfloat16")
-    assert not router_is_supported(RouterConfig(num_experts=64, experts_per_token=MAX_CHOICES + 1), 64, "bfloat16")

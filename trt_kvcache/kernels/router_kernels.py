@@ -19,8 +19,8 @@ from trt_kvcache.model import RouterConfig
 #: Rows of a call at most: more are for products of whole tiles.
 MAX_ROUTER_ROWS = 64
 
-#: Experts at most, and chosen ones: ``kExpertsPerLane`` of 32 lanes in the source, and a lane for each.
-MAX_EXPERTS, MAX_CHOICES = 512, 32
+#: Experts at most: a thread for each, ``kMaxExperts`` of the source.
+MAX_EXPERTS = 512
 
 #: Inputs that a thread multiplies at once: their number is a multiple.
 ROUTER_INPUTS = 4
@@ -31,13 +31,7 @@ _LOGIT_THREADS, _LOGIT_ROWS = 128, 8  # kThreads and kRows of the source
 
 def router_is_supported(router: RouterConfig, inputs: int, dtype: str) -> bool:
     """Return True if the kernels compute this router for rows of ``inputs`` elements of a dtype: all experts are one group."""
-    return (
-        router.num_groups == 1
-        and router.num_experts <= MAX_EXPERTS
-        and router.experts_per_token <= MAX_CHOICES
-        and inputs % ROUTER_INPUTS == 0
-        and dtype in ELEMENT_TYPES
-    )
+    return router.num_groups == 1 and router.num_experts <= MAX_EXPERTS and inputs % ROUTER_INPUTS == 0 and dtype in ELEMENT_TYPES
 
 
 # --- NumPy, for host memory ---
@@ -96,7 +90,7 @@ def _choose_on_device(
         (rows, 1, 1),
         (logits.ptr, address(choice_bias), chosen.ptr, weights.ptr, router.num_experts, choices, *options),
         stream,
-        threads=_WARP,
+        threads=-(-router.num_experts // _WARP) * _WARP,
         programmatic_dependent_launch=starts_early(logits.memory),
     )
 
