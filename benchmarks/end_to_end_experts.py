@@ -123,8 +123,13 @@ class ExpertsModel:
             middle = 126 - round(math.log2(inputs) / 2)
             scales = self._bytes(middle - 1, middle + 1, *shape)
         else:
-            size = inputs**-0.5 / {"int4": 4.6, "int8": 74}[kind]  # over the standard deviation of random values
+            size = inputs**-0.5 / {"int4": 4.3, "int8": 74}[kind]  # over the standard deviation of random values
             scales = torch.full(shape, size, dtype=dtype, device=self._device)
+        columns = -(-inputs // FRAGMENT_INPUTS) * FRAGMENT_NBYTES[kind]
+        if kind == "int4":  # 1 to 15: with another mean than the zero point all rows would become alike, and choose the same experts
+            values = self._bytes(1, 16, shape[0], columns) + 16 * self._bytes(1, 16, shape[0], columns)
+        else:
+            values = self._bytes(0, 256, shape[0], columns)
         return PackedWeight(
             dtype=dtype,
             memory=self._memory,
@@ -132,7 +137,7 @@ class ExpertsModel:
             outputs=outputs,
             inputs=inputs,
             group_shift=shift,
-            values=self._bytes(0, 256, shape[0], -(-inputs // FRAGMENT_INPUTS) * FRAGMENT_NBYTES[kind]),
+            values=values,
             scales=scales,
             zero_points=None,
         )

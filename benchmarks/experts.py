@@ -37,7 +37,7 @@ from trt_kvcache.kernels.packed_layout import (  # noqa: E402
 from trt_kvcache.model import ClampedSwiGLU, MlpConfig  # noqa: E402
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
-from trt_kvcache.torch_engine.experts import FixedProducts  # noqa: E402
+from trt_kvcache.torch_engine.experts import FixedProducts, SortedProducts  # noqa: E402
 from trt_kvcache.torch_engine.kernel_experts import KernelExperts, epilogue_of  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections, dense  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack  # noqa: E402
@@ -201,7 +201,7 @@ def rows_of(layers: Layers, rows: int, copy: float) -> list[dict[str, Any]]:
     """Check and measure a number of rows: each launch, and both."""
     gpu, model, stream = layers.gpu, layers.model, layers.gpu.stream
     x, weights, chosen = _normal(rows, model.hidden), torch.rand(rows, model.choices, device="cuda") + 0.1, layers.choices(rows)
-    by_torch = FixedProducts(Projections(Elementwise()), Elementwise())
+    by_torch = FixedProducts(SortedProducts(Projections(Elementwise())), Elementwise())
     ours, views_of = KernelExperts(by_torch, Elementwise(), DeviceViews(gpu.memory), stream), DeviceViews(gpu.memory).of
     epilogue = epilogue_of(layers.layers[0].config)
     kept = [one.int() for one in chosen]

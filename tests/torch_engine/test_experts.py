@@ -21,15 +21,17 @@ need_torch()
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from trt_kvcache import Checkpoint, InferenceSession  # noqa: E402
+from trt_kvcache import Checkpoint, HostMemory, InferenceSession  # noqa: E402
 from trt_kvcache.model import MlpConfig, RouterConfig  # noqa: E402
 from trt_kvcache.reference.router import route as route_in_numpy  # noqa: E402
+from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS, FixedProducts, SortedProducts  # noqa: E402
+from trt_kvcache.torch_engine.grouped_experts import GroupedProducts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
 from trt_kvcache.torch_engine.router import chosen as choose  # noqa: E402
 
-HIDDEN, INNER = 6, 5
+HIDDEN, INNER = 16, 8
 
 MLPS = {
     "gated": MlpConfig(intermediate_size=INNER),
@@ -49,9 +51,14 @@ def experts_of(config: MlpConfig, count: int) -> Experts:
     return Experts(config=config, inputs=inputs, inputs_bias=inputs_bias, down=down, down_bias=down_bias)
 
 
-def products() -> tuple[SortedProducts, FixedProducts]:
+def products() -> tuple[SortedProducts, FixedProducts, GroupedProducts]:
     elementwise = Elementwise()
-    return SortedProducts(Projections(elementwise)), FixedProducts(Projections(elementwise), elementwise)
+    by_loop = SortedProducts(Projections(elementwise))
+    return by_loop, FixedProducts(by_loop, elementwise), GroupedProducts(no_products, elementwise, None, DeviceViews(HostMemory()), None)
+
+
+def no_products(rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
+    raise AssertionError("the grouped products take these experts")
 
 
 def one_by_one(rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -104,6 +111,15 @@ def test_all_variants_compute_the_chosen_experts(config: MlpConfig, rows: int, c
         assert_close(variant(x, chosen, weights, experts).numpy(), expected)
 
 
+def test_rows_of_odd_sizes_are_not_grouped() -> None:
+    given = torch.zeros((2, 6)), torch.tensor([[0], [1]]), torch.ones((2, 1))
+    experts = Experts(config=MLPS["gated"], inputs=torch.zeros((3, 16, 6)), inputs_bias=None, down=torch.zeros((3, 6, 8)), down_bias=None)
+    called = []
+    grouped = GroupedProducts(lambda *given: called.append(given) or given[0], Elementwise(), None, DeviceViews(HostMemory()), None)
+    grouped(*given, experts)
+    assert called == [(*given, experts)]
+
+
 def test_experts_that_are_not_chosen_do_not_matter() -> None:
     experts, chosen = experts_of(MLPS["biases"], 20), torch.tensor([[4, 11], [11, 0]])
     x = torch.randn((2, HIDDEN), generator=torch.Generator().manual_seed(1))
@@ -125,7 +141,7 @@ def test_few_rows_need_no_value_on_the_host(config: MlpConfig, rows: int, count:
         x, experts = torch.empty((rows, HIDDEN)), experts_of(config, count)
         router = RouterConfig(num_experts=count, experts_per_token=2, scores="sigmoid", renormalise=True)
         chosen, weights = choose(router, torch.empty((rows, count)), torch.empty(count))
-        sorted_products, fixed_products = products()
+        sorted_products, fixed_products, _ = products()
         assert fixed_products(x, chosen, weights, experts).shape == (rows, HIDDEN)
         with pytest.raises(RuntimeError):
             sorted_products(x, chosen, weights, experts)

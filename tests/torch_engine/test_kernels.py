@@ -31,6 +31,7 @@ from trt_kvcache.torch_engine import (  # noqa: E402
     TorchEngine,
     engine,
     experts as experts_module,
+    grouped_experts,
     kernel_experts,
     kernel_projections,
     kernel_router,
@@ -40,7 +41,8 @@ from trt_kvcache.torch_engine import (  # noqa: E402
 )
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
-from trt_kvcache.torch_engine.experts import FixedProducts  # noqa: E402
+from trt_kvcache.torch_engine.experts import FixedProducts, SortedProducts  # noqa: E402
+from trt_kvcache.torch_engine.grouped_experts import GroupedProducts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
 
@@ -56,6 +58,7 @@ LAUNCHED = {
     kernel_router: ("router_logits", "choose_experts"),
     kernel_projections: ("linear", "linear_gated_mul"),
     packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize"),
+    grouped_experts: ("packed_dequantize",),
     state_kernels: ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"),
 }
 
@@ -225,7 +228,7 @@ def test_other_activations_of_experts_follow_the_kernels(memory, calls, gated):
         config=config, inputs=normal(6, width, 16), inputs_bias=normal(6, width), down=normal(6, 16, 24), down_bias=normal(6, 16)
     )
     rows, chosen = normal(3, 16), torch.tensor([[5, 0], [2, 5], [0, 1]])
-    weights, others = torch.rand((3, 2), generator=random), FixedProducts(Projections(Elementwise()), Elementwise())
+    weights, others = torch.rand((3, 2), generator=random), FixedProducts(SortedProducts(Projections(Elementwise())), Elementwise())
     ours = kernel_experts.KernelExperts(others, Elementwise(), DeviceViews(memory), stream)
     expected = others(rows, chosen, weights, experts).float()
     assert (ours(rows, chosen, weights, experts) - expected).abs().max() <= 4e-3 * expected.abs().max()
@@ -410,6 +413,27 @@ def test_packed_experts_of_many_rows_are_dequantized_one_at_a_time(memory, calls
         check_agreement(session, reference, TOLERANCES["bfloat16"])
     assert calls["expert_up"] == 3 * 3, "the second chunk and two decode steps"
     assert 0 < calls["packed_dequantize"] <= 3 * 5 * 2, "both matrices of 5 experts of 3 layers, at most"
+
+
+@pytest.mark.parametrize("held", [1, 3, 9])
+def test_packed_experts_of_many_rows_are_multiplied_in_groups(memory, calls, held):
+    """As on a GPU, ``held`` of 5 experts at a time, one of which no row has chosen."""
+    with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
+        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
+    with session, reference:
+        experts = next(block.part for block in session.engine._weights.blocks if isinstance(block.part, RoutedMlp)).experts
+        count, outputs, inputs = experts.inputs.shape
+        random, stream, elementwise = torch.Generator().manual_seed(1), memory.create_stream(), Elementwise()
+        workspace = torch.empty(held * outputs * inputs, dtype=torch.bfloat16)
+        grouped = GroupedProducts(None, elementwise, workspace, DeviceViews(memory), stream)
+        rows = torch.randn((40, inputs), generator=random).bfloat16()
+        chosen = torch.stack([torch.randperm(count - 1, generator=random)[:2] for _ in rows])
+        chosen += chosen >= 2  # nobody has 2
+        weights = torch.rand((40, 2), generator=random)
+        found = grouped(rows, chosen, weights, experts)
+        expected = SortedProducts(Projections(elementwise))(rows, chosen, weights, experts)
+    assert (found.float() - expected.float()).abs().max() <= 2**-6 * expected.float().abs().max()
+    assert calls["packed_dequantize"] == {1: 2 * (count - 1), 3: 4, 9: 2}[held]
 
 
 def test_experts_of_no_whole_tiles_are_dequantized_when_they_are_read(memory, calls):

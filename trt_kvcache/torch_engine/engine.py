@@ -28,13 +28,14 @@ from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS, FixedProducts, SortedProducts
+from trt_kvcache.torch_engine.grouped_experts import GroupedProducts
 from trt_kvcache.torch_engine.kernel_experts import KernelExperts
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
 from trt_kvcache.torch_engine.kernel_router import KernelRouter
 from trt_kvcache.torch_engine.kernel_variants import decoder_variants
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import decoder_step
-from trt_kvcache.torch_engine.operations import Elementwise, Operations, Projections, TorchAttention, TorchMatrix
+from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Operations, Projections, TorchAttention, TorchMatrix
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace, packed_weights_are_supported
 from trt_kvcache.torch_engine.positions import PositionFactors
@@ -265,7 +266,10 @@ class TorchEngine(DecoderEngine):
         projections = KernelProjections(elementwise, self._views, stream) if has_kernels else Projections(elementwise)
         if self._workspace is not None:
             projections = PackedProjections(projections, elementwise, self._workspace, self._views, stream)
-        experts = SortedProducts(projections) if self._device.graphs is None else FixedProducts(projections, elementwise)
+        experts: ExpertProducts = SortedProducts(projections)
+        if self._device.graphs is not None:
+            many = GroupedProducts(experts, elementwise, self._workspace, self._views, stream)
+            experts = FixedProducts(many, elementwise)
         return Operations(
             rotation=RotationBeforeNorms(step, self._mixers, self._positions_before_norms),
             attention=self._attention_of(step, stream),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections
+from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Experts, Projections
 from trt_kvcache.torch_engine.packed_stack import PackedStack
 
 #: Rows up to which products have fixed shapes on a GPU, so that a step can be captured. All experts together then take the time to read
@@ -41,25 +41,25 @@ class SortedProducts:
                 inner = self._projections.activated(inputs, sorted_rows[:, some], experts.config)
                 results[:, order[some]] = self._projections.project(down, inner)
                 first += size
-        return _sums(results.view(len(rows), count, -1), weights)
+        return weighted_sums(results.view(len(rows), count, -1), weights)
 
 
 class FixedProducts:
-    """Products of few rows by operations of fixed shapes, for which no host waits. :class:`SortedProducts` has more, and packed weights.
+    """Products of few rows by operations of fixed shapes, for which no host waits. ``many`` has more rows, and packed weights.
 
     The weights of the chosen experts are gathered, or all experts are multiplied if that reads and writes less.
     """
 
-    def __init__(self, projections: Projections, elementwise: Elementwise) -> None:
-        self._sorted, self._elementwise = SortedProducts(projections), elementwise
+    def __init__(self, many: ExpertProducts, elementwise: Elementwise) -> None:
+        self._many, self._elementwise = many, elementwise
 
     def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See :class:`ExpertProducts`."""
         if len(rows) > MAX_FIXED_ROWS or isinstance(experts.inputs, PackedStack) or isinstance(experts.down, PackedStack):
-            return self._sorted(rows, chosen, weights, experts)
+            return self._many(rows, chosen, weights, experts)
         if _GATHER_ACCESSES * chosen.numel() <= len(experts.inputs):
-            return _sums(self._gathered(rows, chosen, experts, experts.inputs, experts.down), weights)
-        return _sums(self._of_all(rows, chosen, experts, experts.inputs, experts.down), weights)
+            return weighted_sums(self._gathered(rows, chosen, experts, experts.inputs, experts.down), weights)
+        return weighted_sums(self._of_all(rows, chosen, experts, experts.inputs, experts.down), weights)
 
     def _gathered(
         self, rows: torch.Tensor, chosen: torch.Tensor, experts: Experts, inputs: torch.Tensor, down: torch.Tensor
@@ -85,6 +85,6 @@ class FixedProducts:
         return out[chosen, torch.arange(len(rows), device=rows.device)[:, None]]
 
 
-def _sums(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_sums(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the sums of the outputs ``[n, k, hidden]`` of a row's experts, times their weights."""
     return (outputs.float() * weights[:, :, None]).sum(dim=1).to(outputs.dtype)
