@@ -47,7 +47,8 @@ LIMITS = {"of_limit_batch_1": 0.75}
 #: Largest difference of logits to those of the same weights on a CPU, relative to the largest logit.
 TOLERANCE = 8e-2
 
-BATCHES, PASTS, STEPS = (1, 8), (1024, 8192), 128
+#: Slots and tokens past of a cell, and measured steps.
+SHAPES, STEPS = ((1, 1024), (8, 1024), (1, 8192)), 128
 
 #: What a model becomes where its logits are compared.
 _SMALL = {
@@ -208,7 +209,7 @@ def main() -> int:
             content["compared"][label] = run_cell(partial(compare, _small(config), FORMATS[kind], memory, Path(folder) / label), 60)
             print("compared", label, json.dumps(content["compared"][label]), flush=True)
         for name, config, kind in cases:
-            shapes = [(batch, past) for past in ((24,) if options.quick else PASTS) for batch in BATCHES]
+            shapes = ((1, 24), (8, 24)) if options.quick else SHAPES
             wanted = [shape for shape in shapes if all(part in f"{name} {kind} b{shape[0]} p{shape[1]}" for part in options.cells)]
             if not wanted or (on_cpu and kind != "bfloat16"):
                 continue

@@ -29,7 +29,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[FailingMemory]:
 
 @every_model
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("stride", [47, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.slow)])
 def test_in_an_operation(tmp_path: Path, memories: list[FailingMemory], name: str, model: Path, stride: int) -> None:
     with prepared(tmp_path, model) as session:
         memory = memories[-1]

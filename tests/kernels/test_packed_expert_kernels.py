@@ -10,6 +10,7 @@ import pytest
 
 from tests.kernels.packed_arrays import pack_rows, pack_values
 from tests.kernels.test_expert_kernels import BIAS, CLAMPED, DTYPES, Problem, check_down, check_up
+from tests.sweeps import each_once
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.expert_kernels import GATED_EPILOGUES, MAX_EXPERT_PAIRS, MAX_EXPERT_ROWS, PLAIN_EPILOGUES
@@ -99,8 +100,9 @@ def made(format_):
 @DTYPES
 @BIAS
 @every_format
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("epilogue", [*GATED_EPILOGUES, *PLAIN_EPILOGUES, CLAMPED], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "epilogue"), each_once([(shape,) for shape in SHAPES], [*GATED_EPILOGUES, *PLAIN_EPILOGUES, CLAMPED]), ids=str
+)
 def test_products_into_experts(memory, stream, shape, dtype, with_bias, format_, epilogue):
     check_up(memory, stream, shape, dtype, epilogue, with_bias=with_bias, made=made(format_))
 

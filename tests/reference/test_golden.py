@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.assertions import assert_close
-from tests.sweeps import each_once
+from tests.sweeps import each_once, one_of_each_family
 
 from .rig import GOLDEN, MODELS, Rig, golden
 
@@ -20,7 +20,7 @@ def test_all_folders_are_tested():
 
 
 @pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", one_of_each_family(MODELS))
 def test_one_full_pass(model, attention):
     ids, expected = golden(model)
     rig = Rig(model, attention=attention)
@@ -28,7 +28,7 @@ def test_one_full_pass(model, attention):
         assert_close(rig.step(ids, [0], [length - 1])[0], logits, TOLERANCE)
 
 
-@pytest.mark.parametrize(("model", "widths"), each_once(MODELS, [[1] * 24, [5, 1, 8, 1, 9], [24], [23, 1], [8, 8, 8]]))
+@pytest.mark.parametrize(("model", "widths"), each_once(one_of_each_family(MODELS), [[1] * 24, [5, 1, 8, 1, 9], [24], [23, 1], [8, 8, 8]]))
 def test_any_split_into_chunks_and_decode_steps(model, widths):
     ids, expected = golden(model)
     native, mask, plugin = (Rig(model, attention=attention).run(ids, widths) for attention in ("native", "mask", "plugin"))
@@ -40,7 +40,7 @@ def test_any_split_into_chunks_and_decode_steps(model, widths):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", one_of_each_family(MODELS))
 def test_rounded_to_other_dtypes(model, dtype):
     ids, expected = golden(model)
     wanted = np.array([*expected.values()])

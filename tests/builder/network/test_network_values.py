@@ -145,7 +145,9 @@ def assert_near(actual, expected, tolerance):
     np.testing.assert_allclose(actual.astype(np.float32), expected, rtol=0, atol=tolerance * max(1, np.abs(expected).max(initial=0)))
 
 
-@pytest.mark.parametrize(("model", "attention", "dtype"), each_once(MODELS_AND_ATTENTIONS, ("float32", "float16", "bfloat16")))
+@pytest.mark.parametrize(
+    ("model", "attention", "dtype"), each_once(one_of_each_family(MODELS_AND_ATTENTIONS), ("float32", "float16", "bfloat16"))
+)
 def test_computes_what_hugging_face_and_the_reference_engine_do(define, model, dtype, attention):
     network, reference = runners(define(model, dtype=dtype, attention=attention), model)
     logits = run(network, *tokens_of(model))

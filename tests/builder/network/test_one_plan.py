@@ -5,7 +5,7 @@ import pytest
 
 from tests.helpers.models import model_of
 from tests.reference.rig import golden
-from tests.sweeps import one_of_each_family
+from tests.sweeps import one_of_each_family, some
 from tests.trt.plugin.on_host import run_plugins_on_host
 from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.dtypes import numpy_dtype
@@ -73,7 +73,7 @@ def of_golden_slot(logits):
     return np.array([step[GOLDEN_SLOT] for step in logits])
 
 
-@pytest.mark.parametrize("model", one_of_each_family(PLUGIN_MODELS))
+@pytest.mark.parametrize("model", some(one_of_each_family(PLUGIN_MODELS), 24))
 def test_one_plan_computes_the_logits_of_hugging_face(rtx, model):
     """All that is not live is NaN."""
     logits = run(OnePlan(define_with_plugin_layers(rtx, model)), *tokens_of(model))

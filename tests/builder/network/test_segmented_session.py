@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.assertions import assert_close
 from tests.helpers.engine_files import cuts_of, make_engine_folder, segment_plans
 from tests.helpers.fake_tensorrt import FakeSegment, FakeTensorRT, install
+from tests.sweeps import some
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.ops.segments import Segment
@@ -47,7 +48,8 @@ def open_sessions(rtx, tmp_path, monkeypatch, model, *, logits=1):
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen2-tied", "llama-linear", "gemma2", "ministral3-window", "hunyuan", "cohere2", "lfm2", "bamba", "qwen3_next", "mamba2"]
+    "model",
+    some(["qwen2-tied", "llama-linear", "gemma2", "ministral3-window", "hunyuan", "cohere2", "lfm2", "bamba", "qwen3_next", "mamba2"], 5),
 )
 def test_a_session_over_segments_gives_the_same_logits(rtx, tmp_path, monkeypatch, model):
     sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 9, 3)]

@@ -78,7 +78,7 @@ class Segments:
         return known["logits"]
 
 
-@pytest.mark.parametrize(("model", "dtype"), each_once(some(one_of_each_family(PLUGIN_MODELS), 16), ("float32", "float16")))
+@pytest.mark.parametrize(("model", "dtype"), each_once(some(one_of_each_family(PLUGIN_MODELS), 8), ("float32", "float16")))
 def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rtx, define, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for cache in segments.combined:

@@ -42,7 +42,7 @@ def open_sessions(define, tmp_path, monkeypatch, model, attention, dtype, *, cap
         yield ours, reference, fake
 
 
-@pytest.mark.parametrize(("model", "attention", "dtype"), each_once(some(one_of_each_family(STATEFUL), 10), ["float32", "float16"]))
+@pytest.mark.parametrize(("model", "attention", "dtype"), each_once(some(one_of_each_family(STATEFUL), 5), ["float32", "float16"]))
 def test_a_session_gives_the_logits_of_hugging_face_and_of_the_reference_engine(define, tmp_path, monkeypatch, model, attention, dtype):
     """Ragged prompts, one of them in chunks, and decode steps; then the next turns of two of them."""
     ids, expected = golden(model)
@@ -64,7 +64,7 @@ def test_a_session_gives_the_logits_of_hugging_face_and_of_the_reference_engine(
         assert_near(steps[0][0], expected[lengths[-1]], GOLDEN_TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("model", some(one_of_each_family(dict(STATEFUL)), 6))
+@pytest.mark.parametrize("model", some(one_of_each_family(dict(STATEFUL)), 3))
 def test_a_decode_step_binds_nothing(define, tmp_path, monkeypatch, model):
     """Steps take turns with two contexts of the profile, one for either buffer of states."""
     sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 9, 3)]
