@@ -52,7 +52,7 @@ def table() -> str:
         lines.append(f"| {name} | {method} | yes | {types} |")
     in_16_bits = " | ".join(["16 bits"] * len(capabilities))
     lines.append(
-        f"| {GGUF.name} {', '.join(SUPER_BLOCK_NBYTES)} | a `.gguf` file | PyTorch on a GPU; others in 16 or 32 bits | {in_16_bits} |"
+        f"| {GGUF.name} {', '.join(SUPER_BLOCK_NBYTES)} | a `.gguf` file | yes; packed by PyTorch on a GPU only | {in_16_bits} |"
     )
     return "\n".join(lines)
 

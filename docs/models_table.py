@@ -1,7 +1,8 @@
 """Write the tables of models into README.md and docs/models.md, from the code: ``python docs/models_table.py``.
 
 ``--check`` writes nothing; exit code 1 means that a table differs from the code. Checkpoints and reasons come from the configurations in
-``tests/model/published``. The features of a family come from its golden models, the features of an engine from its ``COMPUTED_FEATURES``.
+``tests/model/published``. The features of a family come from its golden and published models, those of an engine from its
+``COMPUTED_FEATURES``.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def architectures_table() -> str:
     """Return the features of each family beyond Llama, one line per family."""
     lines = ["| family | `model_type` | beyond Llama |", "|---|---|---|"]
     for family in FAMILIES.values():
-        lines.append(f"| {family.title} | `{family.name}` | {', '.join(beyond_llama(golden_models(family.name)))} |")
+        lines.append(f"| {family.title} | `{family.name}` | {', '.join(beyond_llama(tested_models(family.name)))} |")
     return "\n".join(lines)
 
 
@@ -114,6 +115,12 @@ def verdicts(family: str) -> list[str]:
         without = "experts" if first == "experts" else FEATURES.get(first or "")
         found.append(word if first is None else "no" if all(lacking) else f"{word} those without {without}")
     return found
+
+
+def tested_models(family: str) -> list[ModelConfig]:
+    """Return the golden and published models of a family; of a text family without any, those of its vision family."""
+    names = (family, family.removesuffix("_text"))
+    return next((found for name in names if (found := [*golden_models(name), *published_models(name)])), [])
 
 
 def golden_models(family: str) -> list[ModelConfig]:
