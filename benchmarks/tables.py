@@ -528,6 +528,16 @@ def _experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield what, value, f"at least {content['limits']['of_copy']}" if row["mb"] >= content["limits"]["mb"] else ""
 
 
+def _end_to_end_experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for cell in content["cells"].values():
+        if not cell["ok"]:
+            continue
+        at = f"{cell['model']} in {cell['format']}, batch {cell['batch']}, {cell['past']} tokens past"
+        value = f"{cell['step_ms']['median']:.2f} ms, {cell['of_limit']:.2f}; {cell['first_token_ms']:.0f} ms"
+        least = f"at least {content['limits']['of_limit_batch_1']} of the bound" if cell["batch"] == 1 else ""
+        yield f"{at}: a decode step, share of the bound; the prompt before it", value, least
+
+
 def _packed_end_to_end(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for cell in content["cells"].values():
         weights = f"weights in {content['weights'] or '16 bits'}"
@@ -593,6 +603,7 @@ _FILES = {
     "packed_linear_k": _packed_linear,
     "experts": _experts,
     "experts_packed": _experts,
+    "end_to_end_experts": _end_to_end_experts,
     "end_to_end_llama": _packed_end_to_end,
     "end_to_end_q4_0": _packed_end_to_end,
     "end_to_end_int8": _packed_end_to_end,

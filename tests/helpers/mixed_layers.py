@@ -127,6 +127,9 @@ class RandomCheckpoint:
     def super_blocks(self, name: str) -> None:
         """It is no GGUF file."""
 
+    def offset_blocks(self, name: str) -> None:
+        """It is no GGUF file."""
+
     def unrounded(self, name: str) -> tuple[np.ndarray, str, str] | None:
         """Return the values of a quantized matrix, scheme, and dtype of the scales."""
         return None if self.quantized_weight(name) is None else (self._values(name), str(self._scheme), "bfloat16")

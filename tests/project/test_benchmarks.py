@@ -250,6 +250,16 @@ def test_the_table_of_opening(monkeypatch):
     assert (value, limit) == ("7.0; 8.5; 12.5 s", "copy of the file: 0.25 s")
 
 
+def test_the_table_of_whole_models_with_experts(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables = importlib.import_module("tables")
+    cell = {"ok": True, "model": "a", "format": "int4", "batch": 1, "past": 9, "step_ms": {"median": 2.0}, "of_limit": 0.5}
+    cells = {"first": {**cell, "first_token_ms": 40.4}, "failed": {"ok": False}, "third": {**cell, "batch": 8, "first_token_ms": 9.0}}
+    rows = [*tables._end_to_end_experts({"limits": {"of_limit_batch_1": 0.75}, "cells": cells})]
+    assert [row[1:] for row in rows] == [("2.00 ms, 0.50; 40 ms", "at least 0.75 of the bound"), ("2.00 ms, 0.50; 9 ms", "")]
+    assert rows[0][0].startswith("a in int4, batch 1, 9 tokens past: ")
+
+
 def test_models_to_open(monkeypatch, tmp_path):
     """Folder and GGUF file have the shapes of the model, and a session opens both."""
     pytest.importorskip("gguf")
