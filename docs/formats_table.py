@@ -51,9 +51,7 @@ def table() -> str:
         types = " | ".join(_types(kinds, capability) or "no" for capability in capabilities)
         lines.append(f"| {name} | {method} | yes | {types} |")
     in_16_bits = " | ".join(["16 bits"] * len(capabilities))
-    lines.append(
-        f"| {GGUF.name} {', '.join(SUPER_BLOCK_NBYTES)} | a `.gguf` file | yes; packed by PyTorch on a GPU only | {in_16_bits} |"
-    )
+    lines.append(f"| {GGUF.name} {', '.join(SUPER_BLOCK_NBYTES)} | a `.gguf` file | yes; packed by PyTorch on a GPU only | {in_16_bits} |")
     return "\n".join(lines)
 
 
