@@ -18,6 +18,7 @@ from tests.paths import GOLDEN
 from trt_kvcache import KVCacheConfig, estimate_build, what_fits
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
+from trt_kvcache.builder.torch_memory import TorchMemory
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import RangeError
 from trt_kvcache.model.tensor_shapes import tensor_shapes
@@ -113,6 +114,42 @@ def test_formats_that_the_gpus_do_not_have_are_left_out(model: Path) -> None:
     assert turing == {("float16", None), ("int8", None)}  # no INT4, no plugin attention
     ampere = {fit.weights for fit in what_fits(model, 10**9, compute_capabilities=["8.6"])}
     assert ampere == {fit.weights for fit in what_fits(model, 10**9)}
+
+
+def session_nbytes(model: Path, quantize: str | None, slots: int, length: int, budget: int) -> int:
+    """GPU memory of a session with the PyTorch engine."""
+    with Checkpoint.open(model) as checkpoint:
+        memory = TorchMemory.of(checkpoint)
+    memory = memory if quantize is None else memory.rounded(quantize)
+    cache = memory.cache_for(slots, length, "float16", None)
+    assert cache is not None
+    return memory.device_nbytes(cache, "float16", max_prefill_length=min(length, 512), gpu_nbytes=budget)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4:32"])
+def test_a_model_with_experts_fits_into_memory_with_pytorch(quantize: str | None) -> None:
+    model, budget = GOLDEN / "qwen3_moe", 70_000_000
+    fits = what_fits(model, budget, max_batch_size=2, max_sequence_length=30)
+    assert [fit.weights for fit in fits] == ["float16", "int8", "int4:32", "int4:128"]
+    assert {fit.engine for fit in fits} == {"torch"}
+    (fit,) = [fit for fit in fits if fit.weights == (quantize or "float16")]
+    assert fit.longest_sequence == 96, "the positions of the model"
+    batch = fit.largest_batch
+    assert session_nbytes(model, quantize, batch, 30, budget) <= budget < session_nbytes(model, quantize, batch + 1, 30, budget)
+
+
+def test_weights_of_experts_are_counted_in_their_dtypes() -> None:
+    with Checkpoint.open(GOLDEN / "qwen3_moe") as checkpoint:
+        sizes = {name: math.prod(shape) for name, shape in tensor_shapes(checkpoint.config).items()}
+    routers = sum(size for name, size in sizes.items() if name.endswith("mlp.gate.weight"))
+    fits = {fit.weights: fit.weights_nbytes for fit in what_fits(GOLDEN / "qwen3_moe", 10**9)}
+    assert fits["float16"] == 2 * (sum(sizes.values()) - routers) + 4 * routers
+    with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
+        packed = sum(checkpoint.nbytes_of(name) for name in checkpoint.quantized_names)
+        others = sum(checkpoint.nbytes_of(name) for name in checkpoint.tensor_names) - packed
+    (fit,) = [fit for fit in what_fits(GOLDEN / "gpt_oss-mxfp4", 10**9) if fit.kv_scales is None]
+    assert (fit.weights, fit.engine) == ("MXFP4", "torch")
+    assert packed + others < fit.weights_nbytes < 1.03 * packed + 1.1 * others, "routers are float32"
 
 
 def test_nothing_fits_into_nothing(model: Path) -> None:

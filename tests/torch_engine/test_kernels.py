@@ -23,6 +23,7 @@ need_torch()
 import torch  # noqa: E402
 
 from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
+from trt_kvcache.builder.torch_memory import TorchMemory  # noqa: E402
 from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config  # noqa: E402
@@ -434,6 +435,16 @@ def test_packed_experts_of_many_rows_are_multiplied_in_groups(memory, calls, hel
         expected = SortedProducts(Projections(elementwise))(rows, chosen, weights, experts)
     assert (found.float() - expected.float()).abs().max() <= 2**-6 * expected.float().abs().max()
     assert calls["packed_dequantize"] == {1: 2 * (count - 1), 3: 4, 9: 2}[held]
+
+
+def test_packed_experts_take_what_memory_fit_counts(memory, calls):
+    with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
+        counted = sum(TorchMemory.of(checkpoint).packed.values())
+        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
+    with session, reference:
+        parts = [block.part for block in session.engine._weights.blocks if isinstance(block.part, RoutedMlp)]
+        stacks = [stack.whole.nbytes for part in parts for stack in (part.experts.inputs, part.experts.down)]
+    assert 1 <= sum(stacks) / counted <= 1.03 + 0.3, "of this small model more is padding"
 
 
 def test_experts_of_no_whole_tiles_are_dequantized_when_they_are_read(memory, calls):

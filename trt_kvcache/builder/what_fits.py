@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.builder.capable_gpus import have_fp4, with_capable_gpus
 from trt_kvcache.builder.checked_build import installed_tensorrt, open_checkpoint
 from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
-from trt_kvcache.builder.options import BuildOptions, default_sequence_length
-from trt_kvcache.builder.resolved_options import ResolvedOptions, check_capabilities
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
+from trt_kvcache.builder.resolved_options import COMPUTED_FEATURES, ResolvedOptions, check_capabilities
+from trt_kvcache.builder.torch_memory import TorchMemory
 from trt_kvcache.cache.estimate import largest_number
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AUTO
@@ -20,6 +22,7 @@ from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
+from trt_kvcache.model.features import first_missing
 from trt_kvcache.trt.module import TensorRT
 
 #: Roundings of the weights of a 16-bit checkpoint, one row of the result each.
@@ -51,6 +54,8 @@ class Fit:
         Tokens that a slot can hold with the requested number of slots; 0 if not even one fits.
     largest_batch : int
         Slots of the requested length; 0 if not even one fits.
+    engine : {"tensorrt", "torch"}
+        The engine of the session.
     """
 
     weights: str
@@ -59,6 +64,7 @@ class Fit:
     weights_nbytes: int
     longest_sequence: int
     largest_batch: int
+    engine: str = "tensorrt"
 
 
 def what_fits(
@@ -72,8 +78,9 @@ def what_fits(
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
-    The GPU memory of a session is counted: plan, constants, activations and cache, as :func:`~trt_kvcache.estimate_build` has them. Memory
-    of the driver and of TensorRT itself is not.
+    The GPU memory of a session is counted: plan, constants, activations and cache, as :func:`~trt_kvcache.estimate_build` has them. For a
+    model that TensorRT does not build, such as one with experts, it is that of the PyTorch engine on compute capability 8.0 or newer:
+    weights, tensors of a step, CUDA graphs and cache, an estimate. Memory of the driver and of TensorRT or PyTorch itself is not counted.
 
     Parameters
     ----------
@@ -121,8 +128,12 @@ def what_fits(
         with_capable_gpus(options, checkpoint.value_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
         source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
+        in_torch = None if first_missing(model, COMPUTED_FEATURES) is None else TorchMemory.of(checkpoint)
         static = _static_kv(checkpoint)
         format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF
+    if in_torch is not None:
+        length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
+        return _fits_in_torch(in_torch, format_, (None, KV_BY_TOKEN, *static), budget, slots=max_batch_size, length=length, dtype=dtype)
     roundings = () if source.packed else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
     rounded = ((one, source.rounded(one)) for one in roundings)
     sources = [(format_, source), *((one, packed) for one, packed in rounded if _exists(packed, options, tensorrt))]
@@ -165,6 +176,45 @@ def _fit(
         longest_sequence=largest_number(model.max_position_embeddings, lambda tokens: fits(slots, tokens)) if is_any else 0,
         largest_batch=largest_number(MAX_BATCH_SIZE, lambda batch: fits(batch, length)) if is_any else 0,
     )
+
+
+def _fits_in_torch(
+    source: TorchMemory,
+    format_: str,
+    kv: Sequence[QuantizedKV | None],
+    budget: int,
+    *,
+    slots: int,
+    length: int,
+    dtype: str | None,
+) -> tuple[Fit, ...]:
+    """Return the fits of a model that TensorRT does not build: with the PyTorch engine."""
+    computed = dtype or source.model.dtype
+    sources = [(format_, source), *((one, source.rounded(one)) for one in (() if source.packed else ROUNDINGS))]
+    found = []
+    for weights, of_weights in sources:
+        for quantized in kv:
+
+            def fits(batch: int, tokens: int, of_weights: TorchMemory = of_weights, quantized: QuantizedKV | None = quantized) -> bool:
+                cache = of_weights.cache_for(batch, tokens, computed, quantized)
+                assert cache is not None
+                width = min(tokens, DEFAULT_MAX_PREFILL_LENGTH)
+                return of_weights.device_nbytes(cache, computed, max_prefill_length=width, gpu_nbytes=budget) <= budget
+
+            if of_weights.cache_for(1, 1, computed, quantized) is None:
+                continue
+            found.append(
+                Fit(
+                    weights=weights,
+                    kv_dtype=computed if quantized is None else quantized.dtype,
+                    kv_scales=None if quantized is None else quantized.scales,
+                    weights_nbytes=of_weights.weights_nbytes(computed),
+                    longest_sequence=largest_number(source.model.max_position_embeddings, partial(fits, slots)),
+                    largest_batch=largest_number(MAX_BATCH_SIZE, lambda batch, fits=fits: fits(batch, length)),  # type: ignore[misc]
+                    engine="torch",
+                )
+            )
+    return tuple(found)
 
 
 def _exists(source: PackedModel, options: BuildOptions, tensorrt: TensorRT | None) -> bool:

@@ -229,7 +229,8 @@ def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, le
     slots = f"tokens of {count(config.max_batch_size, 'slot')}"
     batch = f"slots of {length or min(config.max_sequence_length, DEFAULT_MAX_SEQUENCE_LENGTH)} tokens"
     numbers = ("weights take", slots, batch)
-    rows = table("weights", "K and V", *numbers, numbers=numbers, title=f"In {size(nbytes)} of a GPU ({nbytes} B), as an engine (estimate)")
+    engine = "with PyTorch, since TensorRT does not build this model" if fits and fits[0].engine == "torch" else "as an engine"
+    rows = table("weights", "K and V", *numbers, numbers=numbers, title=f"In {size(nbytes)} of a GPU ({nbytes} B), {engine} (estimate)")
     remarks: dict[str, int] = {}
     for index, one in enumerate(fits):
         kv = one.kv_dtype if one.kv_scales is None else f"8 bits, scale a {one.kv_scales}"

@@ -69,6 +69,11 @@ def features(model: ModelConfig) -> dict[str, str]:
     return found
 
 
+def first_missing(model: ModelConfig, computed: Collection[str]) -> str | None:
+    """Return a feature that a model needs and that is not in ``computed``; None if there is none."""
+    return next((name for name in features(model) if name not in computed), None)
+
+
 def check_features(model: ModelConfig, computed: Collection[str], engine: str, *, way_out: str = 'engine="numpy" does.') -> None:
     """Raise ConfigError if a model needs a feature that is not in ``computed``. ``engine``: its name in the message."""
     for name, place in features(model).items():

@@ -1,0 +1,102 @@
+"""``TorchMemory``: GPU memory of a session with the PyTorch engine, for models that TensorRT's networks do not compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from trt_kvcache.cache.config import DecoderCacheConfig
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.quantized.quantization import Quantization
+from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
+from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RoutedMlpConfig
+from trt_kvcache.model.tensor_shapes import embedding_name, looked_up_tensors, tensor_shapes
+from trt_kvcache.model.weight_parts import exact_tensors
+
+#: Kinds of quantized values that the engine keeps packed, and the largest share that its layout adds to them.
+_PACKED_KINDS, _PADDING = frozenset({"int4", "uint4", "int8", "uint8"}), 0.03
+
+#: FP4 is kept packed in this format only.
+_PACKED_FP4 = "MXFP4"
+
+#: The workspace for dequantized weights; the share of the GPU that CUDA graphs may take; tensors of a layer, in rows of its widest one.
+_WORKSPACE_NBYTES, _GRAPHS, _TENSORS_PER_ROW = 64 << 20, 1 / 32, 3
+
+
+@dataclass(frozen=True)
+class TorchMemory:
+    """A model, and the bytes of the weights that stay packed; all others are in the dtype of the computation."""
+
+    model: ModelConfig
+    packed: Mapping[str, float]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> TorchMemory:
+        """Read a checkpoint; no weights are read."""
+        kinds = checkpoint.value_kinds & (_PACKED_KINDS | ({"e2m1"} if _PACKED_FP4 in checkpoint.weights.format else set()))
+        names = {name for kind in kinds for name in checkpoint.names_of_kind(kind)}
+        return cls(checkpoint.config, {name: checkpoint.nbytes_of(name) for name in _matrices(checkpoint.config) & names})
+
+    def rounded(self, quantize: str) -> TorchMemory:
+        """Return the same model with weights rounded to ``quantize``."""
+        shapes, schemes = tensor_shapes(self.model), rounding_schemes(self.model, Quantization.parse(quantize))
+        names = _matrices(self.model) & schemes.keys()
+        sizes = {name: rounded_nbytes((shapes[name][0], shapes[name][1]), schemes[name], self.model.dtype) for name in names}
+        return replace(self, packed=sizes)
+
+    def weights_nbytes(self, dtype: str) -> int:
+        """Return the bytes of all weights; those of routers are float32."""
+        exact = exact_tensors(self.model)
+        return round(
+            sum(
+                self.packed[name] * (1 + _PADDING)
+                if name in self.packed
+                else math.prod(shape) * itemsize("float32" if name in exact else dtype)
+                for name, shape in tensor_shapes(self.model).items()
+            )
+        )
+
+    def cache_for(self, slots: int, length: int, dtype: str, quantized: QuantizedKV | None) -> DecoderCacheConfig | None:
+        """Return the cache; None if the kernels, which alone read quantized K and V on a GPU, do not know a head dim."""
+        if quantized is not None and not all(mixer.head_dim in HEAD_DIMS for mixer in self.model.attention_layers):
+            return None
+        sizes = {"max_batch_size": slots, "max_sequence_length": length}
+        return decoder_cache_config(self.model, **sizes, dtype=dtype, attention="plugin", quantized=quantized)
+
+    def device_nbytes(self, cache: DecoderCacheConfig, dtype: str, *, max_prefill_length: int, gpu_nbytes: int) -> int:
+        """Return the bytes of a session: weights, cache, tensors of the largest step, logits, workspace, and graphs."""
+        slots = cache.max_batch_size
+        step = _TENSORS_PER_ROW * slots * max_prefill_length * max(map(_widest, self.model.layers)) * itemsize(dtype)
+        logits = slots * self.model.vocab_size * itemsize("float32")
+        workspace = _WORKSPACE_NBYTES if self.packed else 0
+        return self.weights_nbytes(dtype) + cache.nbytes + step + logits + workspace + round(gpu_nbytes * _GRAPHS)
+
+
+def _matrices(model: ModelConfig) -> set[str]:
+    """Return the names of the matrices that the engine may keep packed: no embedding."""
+    tables = {embedding_name(model), *looked_up_tensors(model), *exact_tensors(model)}
+    return {name for name, shape in tensor_shapes(model).items() if len(shape) == 2} - tables
+
+
+def _widest(layer: LayerConfig) -> int:
+    """Return the elements of a token at the widest point of a layer; of experts, those of all that it has chosen."""
+    widths = [0]
+    if isinstance(layer.mixer, AttentionConfig):
+        heads = layer.mixer.num_heads * (2 if layer.mixer.output_gate else 1) + 2 * layer.mixer.num_kv_heads
+        widths.append(heads * layer.mixer.head_dim)
+    elif layer.mixer is not None:
+        widths.append(5 * layer.mixer.channels)
+    if isinstance(layer.mlp, MlpConfig):
+        widths.append(_inner(layer.mlp))
+    elif isinstance(layer.mlp, RoutedMlpConfig):
+        widths.append(layer.mlp.router.experts_per_token * _inner(layer.mlp.expert))
+    return max(widths)
+
+
+def _inner(mlp: MlpConfig) -> int:
+    return mlp.intermediate_size * (2 if mlp.gated else 1)
