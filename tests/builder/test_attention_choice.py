@@ -194,6 +194,17 @@ def test_a_layer_that_reads_k_and_v_of_another_one_is_not_for_the_plugin() -> No
         choose(rtx(), model, named="plugin")
 
 
+@pytest.mark.parametrize("target", [rtx(), full(10, 16)], ids=["rtx", "full"])
+def test_the_widest_heads_are_for_the_plugin(target: BuildTarget) -> None:
+    wide = with_mixer(MODEL, head_dim=512)
+    choice = choose(target, wide)
+    assert (choice.variant, choice.others) == ("plugin", ())
+    with raises(ConfigError, "attention", expected="plugin", got="head_dim: expected at most 256 for mask attention, got 512"):
+        choose(target, wide, named="mask")
+    with raises(ConfigError, "attention", got="head_dim: expected at most 256 for native attention, got 512; mask"):
+        choose(rtx(), wide, dtype="float32")
+
+
 def test_a_small_softcap_is_for_the_mask() -> None:
     with raises(ConfigError, "attention", "mask", "plugin: softcap: expected 0, or 1e-06 to 1000000.0, got 1e-07"):
         choose(rtx(), with_mixer(MODEL, softcap=1e-7), named="plugin")

@@ -109,7 +109,7 @@ def test_every_option_is_shown_by_what_takes_it(function: Any) -> None:
     assert "options" not in parameters
 
 
-@pytest.mark.parametrize("head_dim", [8, 20, 34, 264, 512])
+@pytest.mark.parametrize("head_dim", [8, 20, 34, 264])
 def test_head_dim_without_attention_kernels(head_dim: int) -> None:
     with raises(ConfigError, "head_dim", expected="multiple of 8 from 16 to 256"):
         resolve(with_mixer(MODEL, head_dim=head_dim), attention="mask").cache_for(with_mixer(MODEL, head_dim=head_dim))

@@ -24,6 +24,9 @@ from trt_kvcache.ops.attention_op import AttentionOp
 #: Compute capability without bfloat16, and without the attention kernels of this package.
 TURING = "7.5"
 
+#: The widest heads of TensorRT's own attention.
+HEAD_DIM_MAX = 256
+
 #: Tokens of a slot beyond which the decode kernel of TensorRT for RTX, which reads all rows of the cache, is worth a line.
 LONG_CACHE = 4096
 
@@ -144,6 +147,15 @@ def _not_in_kernels(build: AttentionBuild) -> str | None:
     return None
 
 
+def _too_wide(variant: AttentionName) -> Obstacle:
+    def find(build: AttentionBuild) -> str | None:
+        wide = {mixer.head_dim for mixer in build.model.attention_layers if mixer.head_dim > HEAD_DIM_MAX}
+        return f"head_dim: expected at most {HEAD_DIM_MAX} for {variant} attention, got {max(wide)}" if wide & {*HEAD_DIMS} else None
+
+    ours = " and ".join(str(head_dim) for head_dim in HEAD_DIMS if head_dim > HEAD_DIM_MAX)
+    return Obstacle(variant=variant, condition=f"a head dim of {ours}, for which only this package has kernels", find=find)
+
+
 _KERNEL_LIMITS = (
     f"head dims other than {', '.join(map(str, HEAD_DIMS))}; more than {MAX_GROUP} query heads for a K/V head; float32; "
     f"compute capability {TURING}; partial RoPE of a number of elements that is no multiple of 4"
@@ -160,7 +172,9 @@ OBSTACLES = (
         condition="sliding windows smaller than `max_sequence_length`, soft-capped scores",
         find=lambda build: why_not_native(build.model, build.max_sequence_length),
     ),
+    _too_wide("native"),
     _too_old("mask"),
+    _too_wide("mask"),
 )
 
 #: The first that applies. ``native`` is in no order of full TensorRT with attention: it is taken there only if it is named.

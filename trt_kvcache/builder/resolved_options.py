@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trt_kvcache.builder.attention_choice import TURING, AttentionBuild, AttentionChoice, BuildTarget, choose_attention, next_choice
+from trt_kvcache.builder.attention_choice import (
+    HEAD_DIM_MAX,
+    TURING,
+    AttentionBuild,
+    AttentionChoice,
+    BuildTarget,
+    choose_attention,
+    next_choice,
+)
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, ONE_PLAN, SEGMENTS, BuildOptions, default_sequence_length
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionName
@@ -24,8 +32,8 @@ from trt_kvcache.model.features import check_features
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
-#: Head dimensions that TensorRT has attention kernels for: multiples of the step.
-HEAD_DIM_STEP, HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 16, 256
+#: Head dims that TensorRT has attention kernels for: multiples of the step, from the smallest to ``HEAD_DIM_MAX``.
+HEAD_DIM_STEP, HEAD_DIM_MIN = 8, 16
 
 #: Releases of full TensorRT that may corrupt the V that goes into a plugin layer: from the first, before the second.
 CORRUPT_V = ((10, 13), (10, 15))
