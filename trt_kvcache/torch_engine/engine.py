@@ -245,7 +245,7 @@ class TorchEngine(DecoderEngine):
         if graphs is None:
             return True  # a device without graphs ignores keys
         if self._has_experts and step.input_ids.numel() > MAX_FIXED_ROWS:
-            return False  # the host waits for the number of rows of each expert
+            return False  # products of many rows may wait for the number of rows of each expert
         return bool(width <= MAX_CAPTURED_WIDTH and 2 * step.input_ids.numel() * self._row_nbytes <= graphs.max_nbytes)
 
     def _run(self, step: TorchStep, stream: Any) -> None:
