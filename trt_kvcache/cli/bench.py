@@ -71,7 +71,7 @@ def bench(
     draft: session_flags.DraftOption = None,
     runs: Annotated[int, typer.Option("--runs", "-r", min=1, metavar="N", help="Timed runs of each case.")] = 5,
     warmup: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Runs of each case before the timed ones; the second captures CUDA graphs.")
+        int, typer.Option(min=0, metavar="N", help="Runs of each case before the timed ones. PyTorch captures CUDA graphs in the second.")
     ] = 2,
     temperature: Annotated[float, typer.Option(metavar="X", help="0: greedy.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(metavar="P", help="With a temperature: top-p (nucleus) sampling.")] = None,
