@@ -61,9 +61,10 @@ def compare(
     """Compare the engines that can run a model, step by step.
 
     They run the same tokens, and logits and live cache rows are compared: the NumPy reference engine, with its cache and once more
-    recomputing everything at each step, and TensorRT if a supported GPU is present, or PyTorch with --engine torch. Each runs with TensorRT's attention and with the
-    plugin's, unless --attention names one; with quantized K and V only with the plugin's. At a difference, the first step, layer, slot and
-    head are printed, and the exit code is 3. For an engine folder, the engine with the other attention is built from its checkpoint.
+    recomputing everything at each step, and TensorRT if a supported GPU is present, or PyTorch with --engine torch. Each runs with
+    TensorRT's attention and with the plugin's, unless --attention names one; with quantized K and V only with the plugin's. At a
+    difference, the first step, layer, slot and head are printed, and the exit code is 3. For an engine folder, the engine with the other
+    attention is built from its checkpoint.
     """
     from trt_kvcache.polygraphy.comparison import comparison_lines
     from trt_kvcache.polygraphy.path_comparison import TOLERANCES, compare_paths
