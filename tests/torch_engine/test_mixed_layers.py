@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from functools import cache
 
 import numpy as np
@@ -16,7 +18,7 @@ need_torch()
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config  # noqa: E402
 from trt_kvcache.model.features import features  # noqa: E402
-from trt_kvcache.torch_engine import TorchEngine, engine  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine, checkpoint_tensors, engine  # noqa: E402
 from trt_kvcache.torch_engine.attention import MaskedAttention  # noqa: E402
 
 MODEL = mixed_model(24, 16, 8, 32)
@@ -44,6 +46,12 @@ def logits(open_engine, model, *, dtype="float32", attention="native"):
 @cache
 def expected(dtype, attention):
     return logits(ReferenceEngine, MODEL, dtype=dtype, attention=attention)
+
+
+def test_the_stand_in_has_what_the_engine_asks_a_checkpoint_for():
+    """Some of it is asked for on a GPU only."""
+    asked = re.findall(r"_checkpoint\.(\w+)", inspect.getsource(checkpoint_tensors))
+    assert {"super_blocks", "unrounded", "offset_blocks"} <= {*asked} <= {*dir(RandomCheckpoint)}
 
 
 def test_the_model_has_all_features_of_attention():
