@@ -50,7 +50,7 @@ TOLERANCE = 8e-2
 #: Slots and tokens past of a cell, and measured steps.
 SHAPES, STEPS = ((1, 1024), (8, 1024), (1, 8192)), 128
 
-#: What a model becomes where its logits are compared.
+#: Fields of the small models whose logits are compared.
 _SMALL = {
     **{
         "vocab_size": 2048,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from pathlib import Path
@@ -150,6 +151,15 @@ def test_weights_of_experts_are_counted_in_their_dtypes() -> None:
     (fit,) = [fit for fit in what_fits(GOLDEN / "gpt_oss-mxfp4", 10**9) if fit.kv_scales is None]
     assert (fit.weights, fit.engine) == ("MXFP4", "torch")
     assert packed + others < fit.weights_nbytes < 1.03 * packed + 1.1 * others, "routers are float32"
+
+
+def test_in_float32_pytorch_has_neither_packed_weights_nor_k_and_v_in_8_bits(tmp_path: Path) -> None:
+    config = {**json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text()), "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fits = {dtype: what_fits(tmp_path, 10**9, dtype=dtype) for dtype in ("float16", "float32")}
+    assert {fit.kv_scales for fit in fits["float16"]} == {None, "token"}
+    assert {fit.kv_scales for fit in fits["float32"]} == {None}
+    assert len({fit.weights_nbytes for fit in fits["float32"]}) == 1
 
 
 def test_nothing_fits_into_nothing(model: Path) -> None:

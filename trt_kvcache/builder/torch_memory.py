@@ -13,7 +13,7 @@ from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, roun
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.quantized_kv import QuantizedKV
-from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, supports_attention
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.tensor_shapes import embedding_name, looked_up_tensors, tensor_shapes
 from trt_kvcache.model.weight_parts import exact_tensors
@@ -50,20 +50,19 @@ class TorchMemory:
         return replace(self, packed=sizes)
 
     def weights_nbytes(self, dtype: str) -> int:
-        """Return the bytes of all weights; those of routers are float32."""
-        exact = exact_tensors(self.model)
+        """Return the bytes of all weights; those of routers are float32. In float32 nothing stays packed."""
+        exact, packed = exact_tensors(self.model), self.packed if dtype in ELEMENT_TYPES else {}
         return round(
             sum(
-                self.packed[name] * (1 + _PADDING)
-                if name in self.packed
-                else math.prod(shape) * itemsize("float32" if name in exact else dtype)
+                packed[name] * (1 + _PADDING) if name in packed else math.prod(shape) * itemsize("float32" if name in exact else dtype)
                 for name, shape in tensor_shapes(self.model).items()
             )
         )
 
     def cache_for(self, slots: int, length: int, dtype: str, quantized: QuantizedKV | None) -> DecoderCacheConfig | None:
-        """Return the cache; None if the kernels, which alone read quantized K and V on a GPU, do not know a head dim."""
-        if quantized is not None and not all(mixer.head_dim in HEAD_DIMS for mixer in self.model.attention_layers):
+        """Return the cache; None if the attention kernels, which alone read quantized K and V on a GPU, do not support the model."""
+        known = dtype in ELEMENT_TYPES and all(map(supports_attention, self.model.attention_layers))
+        if quantized is not None and not known:
             return None
         sizes = {"max_batch_size": slots, "max_sequence_length": length}
         return decoder_cache_config(self.model, **sizes, dtype=dtype, attention="plugin", quantized=quantized)

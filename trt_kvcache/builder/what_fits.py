@@ -78,9 +78,9 @@ def what_fits(
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
-    The GPU memory of a session is counted: plan, constants, activations and cache, as :func:`~trt_kvcache.estimate_build` has them. For a
-    model that TensorRT does not build, such as one with experts, it is that of the PyTorch engine on compute capability 8.0 or newer:
-    weights, tensors of a step, CUDA graphs and cache, an estimate. Memory of the driver and of TensorRT or PyTorch itself is not counted.
+    With TensorRT a session takes the GPU memory of plan, constants, activations and cache: see :func:`~trt_kvcache.estimate_build`. If
+    TensorRT does not build the model, for example one with experts, the estimate is of a session with the PyTorch engine on compute
+    capability 8.0 or newer: weights, activations, CUDA graphs and cache. Memory of the driver, of TensorRT and of PyTorch is not counted.
 
     Parameters
     ----------

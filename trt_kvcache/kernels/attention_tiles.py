@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from trt_kvcache.memory.shapes import row_nbytes
+from trt_kvcache.model import AttentionConfig
 
 #: The dtypes that the kernels are compiled for, with their names in the sources.
 ELEMENT_TYPES = {"float16": "Float16", "bfloat16": "BFloat16"}
@@ -277,3 +278,14 @@ def prefill_variant(head_dim: int, arch: str, variant: str, quantized: bool = Fa
     sums = 4 * rows * tile_keys if column_warps > 1 else 0
     warps, nbytes = row_warps * key_warps * column_warps, rows * row + ring + scales + sums
     return PrefillVariant(rows, warps, tile_keys // rings, min_tiles * rings, per_sm, nbytes, max_splits, bool(warpgroups))
+
+
+def supports_attention(mixer: AttentionConfig) -> bool:
+    """Return True if the kernels compute this attention layer, in a dtype of :data:`ELEMENT_TYPES`."""
+    factors = (mixer.score_scale, mixer.score_scale if mixer.softcap is None else mixer.softcap)
+    return (
+        mixer.head_dim in HEAD_DIMS
+        and mixer.group <= MAX_GROUP
+        and mixer.rotary_dim % 4 == 0
+        and all(MIN_SCORE_FACTOR <= factor <= MAX_SCORE_FACTOR for factor in factors)
+    )

@@ -68,7 +68,7 @@ class Runner:
             max_logits_per_slot=self.plan.max_logits_per_slot,
             has_states=self.has_states,
         )
-        #: Hidden states of the tokens in the cache; None unless the engine has them.
+        #: Output of the final norm for each token in the cache; None if the engine was opened without hidden states.
         self.hidden_states = HiddenStates.of(getattr(engine, "hidden_states", None), cache)
         #: Hidden states that an MTP head reads beside its tokens.
         self.hidden_inputs = HiddenStates.of(getattr(engine, "hidden_inputs", None), cache)

@@ -15,15 +15,7 @@ from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_kernels import attend_kernel
 from trt_kvcache.kernels.attention_params import AttentionParams
-from trt_kvcache.kernels.attention_tiles import (
-    ELEMENT_TYPES,
-    HEAD_DIMS,
-    MAX_GROUP,
-    MAX_SCORE_FACTOR,
-    MIN_ARCH,
-    MIN_SCORE_FACTOR,
-    arch_number,
-)
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, MIN_ARCH, arch_number, supports_attention
 from trt_kvcache.kernels.decoder_layer_kernels import MAX_ROWS, add_rms_norm_kernel, gated_mul_kernel, qk_rms_norm_kernel
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import AttentionConfig
@@ -77,18 +69,8 @@ def attention_is_supported(mixers: Sequence[AttentionConfig], dtype: str, memory
     return (
         not memory.is_host
         and dtype in ELEMENT_TYPES
-        and all(_is_supported(mixer) for mixer in mixers)
+        and all(supports_attention(mixer) for mixer in mixers)
         and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
-    )
-
-
-def _is_supported(mixer: AttentionConfig) -> bool:
-    factors = (mixer.score_scale, mixer.score_scale if mixer.softcap is None else mixer.softcap)
-    return (
-        mixer.head_dim in HEAD_DIMS
-        and mixer.group <= MAX_GROUP
-        and mixer.rotary_dim % 4 == 0
-        and all(MIN_SCORE_FACTOR <= factor <= MAX_SCORE_FACTOR for factor in factors)
     )
 
 

@@ -109,7 +109,7 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
 
 
 def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> Iterator[Block]:
-    """Yield the blocks of each layer: its mixer, its MLP and its per-layer input, if it has them."""
+    """Yield one block for each mixer, MLP and per-layer input, layer by layer."""
     attention, recurrent = count(), count()
     for index, layer in enumerate(config.layers):
         stored = stored_weights(config, index, load, load_packed)
