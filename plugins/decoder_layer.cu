@@ -2,6 +2,7 @@
 // Elements have 16 bits; a thread handles words of two. Sums are float32.
 
 #include "attention/element.cuh"
+#include "block_reduce.cuh"
 #include "dependent_launch.cuh"
 #include "gate_activation.cuh"
 #include "shared_memory.cuh"
@@ -9,17 +10,6 @@
 constexpr int kMaxWarps = 32;
 // that a thread keeps in registers between the two passes over a row, or over a unit of it
 constexpr int kHeldWords = 4;
-
-// The sum of a value over the block, through kMaxWarps places of shared memory that nobody reads any more.
-__device__ __forceinline__ float block_sum(float value, float* sums) {
-    for (int lanes = 16; lanes; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    if (lane == 0) sums[warp] = value;
-    __syncthreads();
-    float sum = lane < warps ? sums[lane] : 0.0f;
-    for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-    return sum;
-}
 
 template <class Element>
 __device__ __forceinline__ void add_squares(Element, unsigned word, float& squares) {
@@ -100,7 +90,7 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
         float squares = 0.0f;
         for_each_held([&](int i, long long, bool) { add_squares(Element{}, added[i], squares); });
         for (long long word = behind; word < words; word += blockDim.x) add_squares(Element{}, change[word], squares);
-        change_scale = norm_scale(block_sum(squares, sums + kMaxWarps), words, epsilon);
+        change_scale = norm_scale(block_reduce(squares, 0.0f, sums + kMaxWarps, Sum{}), words, epsilon);
     }
     const auto changed = [&](unsigned word, unsigned change_weight) {
         return kPlain ? word : changed_word(Element{}, word, change_weight, params, offset, change_scale);
@@ -115,7 +105,7 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
             add_word(Element{}, hidden[word], changed(change[word], norms_change ? params.weight[word] : 0), squares);
     }
     if (!norms) return;
-    const float scale = norm_scale(block_sum(squares, sums), words, epsilon);
+    const float scale = norm_scale(block_reduce(squares, 0.0f, sums, Sum{}), words, epsilon);
     for_each_held([&](int i, long long word, bool live) {
         if (live) out[word] = scale_word(Element{}, held[i], weights[i], offset, scale);
     });

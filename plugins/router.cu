@@ -2,6 +2,7 @@
 // trt_kvcache/kernels/router_kernels.py. All sums are float32.
 
 #include "attention/element.cuh"
+#include "block_reduce.cuh"
 #include "dependent_launch.cuh"
 #include "shared_memory.cuh"
 
@@ -69,23 +70,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // A thread for each expert. trt_kvcache/kernels/router_kernels.py has the limit too.
 constexpr int kMaxExperts = 512;
 
-template <class Join>
-__device__ __forceinline__ float joined(float value, float nothing, float* of_warps, Join join) {
-    for (int lanes = 16; lanes; lanes /= 2) value = join(value, __shfl_xor_sync(~0u, value, lanes));
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    if (lane == 0) of_warps[warp] = value;
-    __syncthreads();
-    value = lane < warps ? of_warps[lane] : nothing;
-    for (int lanes = 16; lanes; lanes /= 2) value = join(value, __shfl_xor_sync(~0u, value, lanes));
-    return value;
-}
-struct Highest {
-    __device__ __forceinline__ float operator()(float a, float b) const { return a > b ? a : b; }
-};
-struct Sum {
-    __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
-};
-
 // A number that is greater for a greater score, and among equal ones for a lower expert; no score is -0. Those of experts
 // differ, also where a score is NaN.
 __device__ __forceinline__ unsigned long long rank_of(float score, int expert) {
@@ -111,9 +95,9 @@ extern "C" __global__ void __launch_bounds__(kMaxExperts)
     const float logit = exists ? logits[blockIdx.x * experts + expert] : none;
     float score;
     if (softmax) {
-        const float highest = joined(logit, none, of_warps, Highest{});
+        const float highest = block_reduce(logit, none, of_warps, Highest{});
         score = exists ? expf(logit - highest) : 0.0f;
-        score /= joined(score, 0.0f, of_warps + kMaxExperts / 32, Sum{});
+        score /= block_reduce(score, 0.0f, of_warps + kMaxExperts / 32, Sum{});
     } else {
         score = 1.0f / (1.0f + expf(-logit));
     }
