@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from trt_kvcache.memory.shapes import row_nbytes
-from trt_kvcache.model import AttentionConfig
+
+if TYPE_CHECKING:
+    from trt_kvcache.model import AttentionConfig
 
 #: The dtypes that the kernels are compiled for, with their names in the sources.
 ELEMENT_TYPES = {"float16": "Float16", "bfloat16": "BFloat16"}
