@@ -89,7 +89,6 @@ extern "C" __global__ void __launch_bounds__(kMaxExperts)
     const int expert = threadIdx.x;
     const bool exists = expert < experts;
     const float bias = choice_bias && exists ? choice_bias[expert] : 0.0f;
-    grid_dependents_may_launch();
     grid_dependency_wait();
     const float none = __uint_as_float(0xFF800000u);  // -infinity
     const float logit = exists ? logits[blockIdx.x * experts + expert] : none;
@@ -113,6 +112,9 @@ extern "C" __global__ void __launch_bounds__(kMaxExperts)
         chosen_scores[place] = score;
     }
     __syncthreads();
+    // Not earlier: the blocks of the experts, one for each multiprocessor, would be placed while this block holds one of
+    // them, and take up to 1.5 times as long.
+    grid_dependents_may_launch();
     if (!is_chosen) return;
     float divisor = 1.0f;
     if (renormalise) {

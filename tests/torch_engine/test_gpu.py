@@ -42,6 +42,9 @@ SHAPES = {64: (6, 2), 80: (3, 3), 96: (4, 1), 128: (14, 2), 256: (2, 1)}
 #: Relative to the largest logit: see ``trt_kvcache.polygraphy.path_comparison.TOLERANCES``. float32 sums in another order.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}
 
+#: The same for layers that differ, with inputs of each layer: on a CPU too torch and NumPy differ by 0.011 in float16, by 0.12 in bfloat16.
+MIXED_TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.16}
+
 
 def rows_of(session, vocab):
     """Return the logits of a ragged prefill, decode steps, a rewind where there are no states, and a second turn."""
@@ -96,7 +99,7 @@ def test_layers_that_differ(head_dims, dtype, attention):
     ):
         known = dtype != "float32" and head_dims[0] == 64
         assert (ours.engine._kernel_inputs is not None) == known
-        compare(ours, reference, dtype)
+        compare(ours, reference, dtype, MIXED_TOLERANCES)
 
 
 @pytest.mark.parametrize("attention", ["native", "plugin"])

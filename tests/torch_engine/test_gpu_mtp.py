@@ -38,7 +38,7 @@ def test_a_head_that_is_right_is_accepted(tmp_path: Path, dtype: str, count: int
 
 
 def test_the_tokens_are_those_of_numpy(tmp_path: Path) -> None:
-    model = write_mtp_model(tmp_path / "model", head_dim=64)
+    model = write_mtp_model(tmp_path / "model", head_dim=64, scale=0.1)  # of which some drafts are accepted, by chance
     found = []
     for engine in ("numpy", "torch"):
         with InferenceSession.from_model(model, draft="mtp", **{**OPTIONS, "engine": engine}) as session:
