@@ -68,9 +68,11 @@ CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* nam
     return *kernel ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-// What a block may have beyond 48 KiB, by kernel.
+// Dynamic shared memory that a block may have beyond 48 KiB, by kernel. A preferred L1 has no effect here.
 CUresult cuKernelSetAttribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice) {
     LOG_CALL();
+    if (attribute == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT && value >= -1 && value <= 100)
+        return CUDA_SUCCESS;
     if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value > kMostShared)
         return CUDA_ERROR_INVALID_VALUE;
     allowed_shared[kernel] = value;
