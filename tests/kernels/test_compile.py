@@ -8,26 +8,49 @@ import pytest
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import compile, sources
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, STORED_TYPES
-from trt_kvcache.kernels.source_variants import variant_names
 
 #: Of each kind of machine code one: without and with instructions for warpgroups, and the newest GPUs.
 EACH_KIND = ("sm_87", "sm_90", "sm_120")
 OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_110", "sm_121")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("all_variants", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("arch", [*EACH_KIND, *(pytest.param(arch, marks=pytest.mark.slow) for arch in OTHERS)])
-def test_every_source_for_every_architecture(arch, all_variants):
+def names_by_file(arch):
+    """Return a variant of each source, and of attention one with quantized K and V too: others for other architectures."""
     number = compile.ARCHITECTURES.index(arch)
-    variant = f"{('float16', 'bfloat16')[number % 2]}-{HEAD_DIMS[number % len(HEAD_DIMS)]}"  # others for others
-    variants = ("", variant, f"{variant}-{tuple(STORED_TYPES)[number % len(STORED_TYPES)]}")
-    names = [name for name in sources.source_names() if all_variants or name.partition("-")[2] in variants]
-    projections = variant_names("linear") + variant_names("linear_packed") + variant_names("linear_experts")
-    for name in {*names, projections[number % len(projections)]}:
+    shape = f"{('float16', 'bfloat16')[number % 2]}-{HEAD_DIMS[number % len(HEAD_DIMS)]}"
+    of_attention = (shape, f"{shape}-{tuple(STORED_TYPES)[number % len(STORED_TYPES)]}")
+    found = {}
+    for name in sources.source_names():
+        found.setdefault(name.partition("-")[0], []).append(name)
+    for file, names in found.items():
+        attention = [name for name in names if name.partition("-")[2] in of_attention]
+        found[file] = attention or [names[number % len(names)]]
+    return found
+
+
+def assert_compiles(names, arch):
+    for name in names:
         code = compile.compile_cubin(name, arch)
         assert code[:4] == b"\x7fELF"
         assert int.from_bytes(code[18:20], "little") == 190  # EM_CUDA
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", EACH_KIND)
+def test_each_source_for_one_architecture(arch):
+    """Prefill, which has instructions for warpgroups on one of them, for another one too."""
+    names = names_by_file(arch)
+    assert_compiles([name for file in sorted(names)[EACH_KIND.index(arch) :: len(EACH_KIND)] for name in names[file]], arch)
+    if arch != "sm_87":
+        assert_compiles(names["attention_prefill"][:1], arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("all_variants", [False, True])
+@pytest.mark.parametrize("arch", [*EACH_KIND, *OTHERS])
+def test_every_source_for_every_architecture(arch, all_variants):
+    names = sources.source_names() if all_variants else [name for of_file in names_by_file(arch).values() for name in of_file]
+    assert_compiles(names, arch)
 
 
 @pytest.mark.slow
