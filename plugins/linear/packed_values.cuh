@@ -241,31 +241,48 @@ struct PackedMatrix {
     int fragments;            // of 64 inputs, of an output
     int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
 
-    // Starts of the fragments, and of the scales of row g, of 16 outputs.
-    __device__ __forceinline__ int first_fragment(int tile) const { return tile * fragments; }
-    __device__ __forceinline__ int first_row(int tile) const {
-        return tile * groups * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+    // Of 16 outputs, the part of a lane: of the first fragment, and the scales of row g of the first two groups, or twice
+    // of the first one if fragments are not divided. And row g of the first group.
+    struct Start {
+        const unsigned char* values;
+        const RowScales<Scale>* scales[2];
+        int row;
+    };
+
+    __device__ __forceinline__ const unsigned char* fragments_of(int tile) const {
+        return values + static_cast<long long>(tile * fragments) * kFragmentBytes;
     }
-    __device__ __forceinline__ const unsigned char* fragment_at(int index) const {
-        return values + static_cast<long long>(index) * kFragmentBytes;
+    __device__ __forceinline__ Start start(int tile) const {
+        const int lane = threadIdx.x % 32, row = tile * groups * 8 + lane / 4;
+        const RowScales<Scale>* const first = reinterpret_cast<const RowScales<Scale>*>(scales) + row;
+        return {fragments_of(tile) + lane * 16, {first, first + second_row()}, row};
     }
 
-    // Loads the part of a lane of a fragment of 16 outputs, with these starts; behind the last fragment no quantized
-    // values, and the scales of the last one.
+    // Loads the part of a lane of a fragment of 16 outputs, `ahead` ones behind another; behind the last fragment no
+    // quantized values, and the scales of the last one.
     template <bool kHasZeroPoints>
-    __device__ __forceinline__ void load(PackedFragment<kHasZeroPoints>& to, int first, int row, int fragment,
-                                         L2Policy policy) const {
-        const int last = min(fragment, fragments - 1);
+    __device__ __forceinline__ void load(PackedFragment<kHasZeroPoints>& to, const Start& start, int fragment,
+                                         int ahead, L2Policy policy) const {
+        const unsigned char* const from = start.values + static_cast<long long>(fragment) * kFragmentBytes;
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
-            const unsigned char* const from = fragment_at(first + fragment) + v * kVectorBytes + threadIdx.x % 32 * 16;
-            to.vectors[v] = load_once_if(from, fragment < fragments, policy);
+            to.vectors[v] =
+                load_once_if(from + ahead * kFragmentBytes + v * kVectorBytes, fragments - fragment > ahead, policy);
         }
+        const int group = 2 * min(fragment + ahead, fragments - 1) >> group_shift;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int at = row + ((2 * last + half) >> group_shift) * 8;
-            to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[at];
-            if (kHasZeroPoints) to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[at];
+            if constexpr (kHasZeroPoints) {  // there are no registers for addresses of both
+                const int row = start.row + group * 8 + half * second_row();
+                to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[row];
+                to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[row];
+            } else {
+                to.scales[half] = start.scales[half][group * 8LL];
+            }
         }
     }
+
+private:
+    // From the row of the first half of a fragment to that of the second one.
+    __device__ __forceinline__ int second_row() const { return group_shift == 0 ? 8 : 0; }
 };
