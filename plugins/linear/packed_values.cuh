@@ -8,13 +8,13 @@
 //            to 15. A shift by 8 brings nibbles 2, 3, 6 and 7 to the places of the others, where they are elements. For
 //            float16 they are the last bits of the mantissa of 1024, or 16 times as large. For bfloat16 nothing is added:
 //            bits up to 0x00FF count the smallest subnormal number, 2^-133. Times 2^127, or 2^123, they are 64 times too
-//            small, so scales are multiplied with 64
+//            small, so scales are multiplied with 64, which is exact below 2^122
 //     E2m1   the same nibbles, of a sign, two bits of an exponent and one of a mantissa. In their places in an element they
 //            are 2^14 (float16) or 2^126 (bfloat16) times too small, as subnormal numbers too
 //     Int8   a vector for each half: words 2i and 2i + 1 have row g + 8i, four inputs each, in order
 //
 // The difference is exact in an element, for it has at most 8 bits. So is its product with a scale in a fused
-// multiply-add that rounds once:
+// multiply-add that rounds once; a power of two in one factor and its inverse in the other do not change it:
 //
 //     Scale is Element          one product of two elements; the same for E8m0 with BFloat16
 //     Float16, for BFloat16     4 bits: the scale is the sum of two elements of 8 and 3 bits. The product with the second
