@@ -64,7 +64,7 @@ __device__ __forceinline__ unsigned nibble_unit(BFloat16, int n) {
     return n ? 0x7D007D00 : 0x7F007F00;
 }  // 2^123, 2^127
 
-// What differences are too small by, and scales are multiplied with.
+// The factor by which differences are too small: scales are multiplied with it.
 template <class Type, class From>
 constexpr int kScaleUnit = 1;
 template <>
