@@ -9,6 +9,7 @@
 //     E2m1   the same nibbles, of a sign, two bits of an exponent and one of a mantissa. In their places in an element they
 //            are 2^14 (float16) or 2^126 (bfloat16) times too small, as subnormal numbers too
 //     Int8   a vector for each half: words 2i and 2i + 1 have row g + 8i, four inputs each, in order
+//     Float8 the same. They have no zero points, and are exact in float16 whatever an element is
 //
 // The difference is exact in an element, for it has at most 8 bits. So is its product with a scale in a fused
 // multiply-add that rounds once:
@@ -16,7 +17,8 @@
 //     Scale is Element          one product of two elements; the same for E8m0 with BFloat16
 //     Float16, for BFloat16     4 bits: the scale is the sum of two elements of 8 and 3 bits. The product with the second
 //                               has at most 7 bits: it is exact, and is added to the product with the first
-//     all others                in float32, which holds products of 8 and 16 bits exactly
+//     all others                in float32, which holds products of 8 and 16 bits exactly. With scales in float32 it
+//                               rounds them, as the checkpoint reader does; so does Float8 for BFloat16
 #pragma once
 
 #include "attention/stored_kv.cuh"
@@ -37,8 +39,22 @@ template <class A>
 constexpr bool kIsSame<A, A> = true;
 
 // Vectors of 16 bytes of a lane for a fragment; bytes of a vector of all lanes, and of a fragment.
-constexpr int kVectors = kIsSame<Stored, Int8> ? 2 : 1, kVectorBytes = 32 * 16,
+constexpr int kVectors = kIsSame<Stored, Int8> || kIsSame<Stored, Float8> ? 2 : 1, kVectorBytes = 32 * 16,
               kFragmentBytes = kVectors * kVectorBytes;
+
+// False if quantized values are floating-point numbers.
+constexpr bool kAllowsZeroPoints = kIsSame<Stored, Int4> || kIsSame<Stored, Int8>;
+
+// A type that holds all differences exactly.
+template <class Type>
+struct ExactIn {
+    using Of = Element;
+};
+template <>
+struct ExactIn<Float8> {
+    using Of = Float16;
+};
+using Difference = ExactIn<Stored>::Of;
 
 constexpr unsigned kMinusZero = 0x80008000, kSigns = 0x80008000;
 
@@ -83,10 +99,10 @@ __device__ __forceinline__ uint4 quantized_values(Type, E2m1, const uint4 (&vect
     };
     return {pair(0), pair(1), pair(2), pair(3)};
 }
-template <class Type>
-__device__ __forceinline__ uint4 quantized_values(Type, Int8, const uint4 (&vectors)[2], int i, int half) {
-    const uint2 first = widen_in_order(Type{}, Int8{}, word_of(vectors[half], 2 * i)),
-                second = widen_in_order(Type{}, Int8{}, word_of(vectors[half], 2 * i + 1));
+template <class Type, class Bytes>
+__device__ __forceinline__ uint4 quantized_values(Type, Bytes, const uint4 (&vectors)[2], int i, int half) {
+    const uint2 first = widen_in_order(Type{}, Bytes{}, word_of(vectors[half], 2 * i)),
+                second = widen_in_order(Type{}, Bytes{}, word_of(vectors[half], 2 * i + 1));
     return {first.x, first.y, second.x, second.y};
 }
 
@@ -99,9 +115,8 @@ template <class Type>
 __device__ __forceinline__ unsigned minus_zero_point(Type, Int8, unsigned zero_point) {
     return widen_in_order(Type{}, Int8{}, zero_point * 0x01010101).x ^ kSigns;
 }
-
-template <class Type>
-__device__ __forceinline__ unsigned minus_zero_point(Type, E2m1, unsigned) {
+template <class Type, class Float>
+__device__ __forceinline__ unsigned minus_zero_point(Type, Float, unsigned) {
     return kMinusZero;
 }
 
@@ -145,7 +160,8 @@ private:
 // Multiplies differences of a row with its scale.
 template <class Type>
 class Scaling {
-    static constexpr bool kIsOwn = kIsSame<Type, Element> || (kIsSame<Type, E8m0> && kIsSame<Element, BFloat16>),
+    static constexpr bool kIsOwn = kIsSame<Difference, Element>
+                                   && (kIsSame<Type, Element> || (kIsSame<Type, E8m0> && kIsSame<Element, BFloat16>)),
                           kIsSplit = !kIsOwn && kIsSame<Type, Float16> && kIsSame<Stored, Int4>;
 
 public:
@@ -169,7 +185,7 @@ public:
         } else if constexpr (kIsSplit) {
             return multiply_add(Element{}, differences, high_, multiply_add(Element{}, differences, low_, kMinusZero));
         } else {
-            const float2 values = unpack(Element{}, differences);
+            const float2 values = unpack(Difference{}, differences);
             return pack(Element{}, {__fmul_rn(values.x, factor_), __fmul_rn(values.y, factor_)});
         }
     }
@@ -188,12 +204,16 @@ struct PackedFragment {
 
     // The weights of row g + 8i of a half.
     __device__ __forceinline__ uint4 elements(int i, int half) const {
-        const uint4 values = quantized_values(Element{}, Stored{}, vectors, i, half);
+        const uint4 values = quantized_values(Difference{}, Stored{}, vectors, i, half);
         const unsigned zero_point = kHasZeroPoints ? zero_points[half] >> (8 * i) & 0xFF : kMiddle;
-        const unsigned minus = minus_zero_point(Element{}, Stored{}, zero_point);
         const Scaling<Scale> scaling(scales[half], i);
         const auto weights = [&](unsigned pair) {
-            return scaling.of(multiply_add(Element{}, pair, kUnit<Element, Stored>, minus));
+            if constexpr (kIsSame<Stored, Float8>) {
+                return scaling.of(pair);
+            } else {
+                const unsigned minus = minus_zero_point(Element{}, Stored{}, zero_point);
+                return scaling.of(multiply_add(Element{}, pair, kUnit<Element, Stored>, minus));
+            }
         };
         return {weights(values.x), weights(values.y), weights(values.z), weights(values.w)};
     }
@@ -204,11 +224,12 @@ struct PackedMatrix {
     const unsigned char *values, *scales, *zero_points;
     int fragments;            // of 64 inputs, of an output
     int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
+    int scale_pairs;          // of a group of 16 outputs: 8, or with Float8 also 1 that all of them share
 
     // Starts of the fragments, and of the scales of row g, of 16 outputs.
     __device__ __forceinline__ int first_fragment(int tile) const { return tile * fragments; }
     __device__ __forceinline__ int first_row(int tile) const {
-        return tile * groups * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+        return tile * groups * pairs() + min(static_cast<int>(threadIdx.x) % 32 / 4, pairs() - 1);
     }
     __device__ __forceinline__ const unsigned char* fragment_at(int index) const {
         return values + static_cast<long long>(index) * kFragmentBytes;
@@ -227,9 +248,12 @@ struct PackedMatrix {
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int at = row + ((2 * last + half) >> group_shift) * 8;
+            const int at = row + ((2 * last + half) >> group_shift) * pairs();
             to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[at];
             if (kHasZeroPoints) to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[at];
         }
     }
+
+private:
+    __device__ __forceinline__ int pairs() const { return kIsSame<Stored, Float8> ? scale_pairs : 8; }
 };
