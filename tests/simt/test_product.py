@@ -1130,8 +1130,8 @@ MISTAKES = {
     ),
     "scores that are summed before all are there": (
         ROUTER,
-        "    }\n    __syncthreads();\n    if (!is_chosen)",
-        "    }\n    if (!is_chosen)",
+        "    }\n    __syncthreads();\n    // Not earlier",
+        "    }\n    // Not earlier",
         "thread",
         ROUTER_TESTS,
         RACE,
