@@ -40,11 +40,12 @@ public:
         }
     }
 
-    // `input`: the first one of the lane. Behind the last input, finite weights.
+    // `input`: the first one of the lane. Behind the last input, finite weights, for which Float8 needs zeros.
     __device__ __forceinline__ void load(Fragment& fragment, int input) const {
 #pragma unroll
         for (int x = 0; x < kTiles; x++)
-            params_.weight.load(fragment.tiles[x], firsts_[x], rows_[x], input / kFragmentInputs, policy_);
+            params_.weight.load<kIsSame<Stored, Float8>>(fragment.tiles[x], firsts_[x], rows_[x],
+                                                         input / kFragmentInputs, policy_);
     }
 
     // A line of a fragment for each lane.

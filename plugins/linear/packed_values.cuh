@@ -235,16 +235,17 @@ struct PackedMatrix {
         return values + static_cast<long long>(index) * kFragmentBytes;
     }
 
-    // Loads the part of a lane of a fragment of 16 outputs, with these starts; behind the last fragment no quantized
-    // values, and the scales of the last one.
-    template <bool kHasZeroPoints>
+    // Loads the part of a lane of a fragment of 16 outputs, with these starts; behind the last fragment any quantized
+    // values, or zeros, and the scales of the last one.
+    template <bool kZeros = false, bool kHasZeroPoints>
     __device__ __forceinline__ void load(PackedFragment<kHasZeroPoints>& to, int first, int row, int fragment,
                                          L2Policy policy) const {
         const int last = min(fragment, fragments - 1);
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             const unsigned char* const from = fragment_at(first + fragment) + v * kVectorBytes + threadIdx.x % 32 * 16;
-            to.vectors[v] = load_once_if(from, fragment < fragments, policy);
+            to.vectors[v] = kZeros ? load_once(from, fragment < fragments, policy)
+                                   : load_once_if(from, fragment < fragments, policy);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {

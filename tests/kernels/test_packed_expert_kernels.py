@@ -27,7 +27,7 @@ FORMATS = {
     "int4, zero points": ("int4", "float32", 2, True),
     "int8": ("int8", "float16", ONE_GROUP, False),
     "int8, zero points": ("int8", "float32", 1, True),
-    "fp8": ("e4m3", "bfloat16", ONE_GROUP, False),
+    "fp8": ("e4m3", "float16", ONE_GROUP, False),
     "fp8, blocks": ("e4m3", "float32", 2, False),
 }
 

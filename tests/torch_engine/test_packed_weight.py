@@ -239,6 +239,15 @@ def test_scales_are_stored_exactly(scales, dtype, stored):
     check_values(packed, weight.dequantized(dtype))
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_scales_of_fp8_keep_their_dtype(stored):
+    """Also such as a narrower dtype holds by chance: weights of the same input are then joined."""
+    weight = fp8((128, 128))
+    exact = replace(weight.scales, stored=np.full(weight.scales.stored.shape, 0.25, numpy_dtype(stored)))
+    assert packed_weight(replace(weight, scales=exact), "bfloat16").scales.dtype == getattr(torch, stored)
+    assert packed_weight(replace(weight, scales=replace(exact, factor=2.0)), "bfloat16").scales.dtype == torch.float32
+
+
 def test_scales_too_small_for_float16_stay_in_float32():
     weight = rounded_to_nearest(matrix() * 1e-5, "int8", "bfloat16")
     packed = packed_weight(weight, "float16")

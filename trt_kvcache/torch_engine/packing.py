@@ -165,11 +165,14 @@ def _of_groups(scales: torch.Tensor, zero_points: torch.Tensor | None, groups: i
 
 
 def _scales_dtypes(weight: QuantizedWeight, dtype: str) -> Sequence[str]:
-    """Return the dtypes of scales to try: the one of 16 bits in the file alone, if the kernels know it, as it holds all of them."""
+    """Return the dtypes of scales to try: the one of 16 bits in the file alone, if the kernels know it, as it holds all of them.
+
+    Others of FP8 are not tried: single scales fit into 16 bits by chance, and q, k and v with scales of several dtypes cannot be joined.
+    """
     scales, dtypes = weight.scales, SCALE_DTYPES[dtype]
-    if scales.factor != 1 or scales.divisor != 1:
-        return dtypes
-    return [name for name in dtypes[:-1] if numpy_dtype(name) == scales.stored.dtype] or dtypes
+    is_exact = scales.factor == scales.divisor == 1
+    of_file = [name for name in dtypes[:-1] if is_exact and numpy_dtype(name) == scales.stored.dtype]
+    return of_file or ([] if weight.quantized_values.kind == "e4m3" else dtypes)
 
 
 def _stored_scales(scales: torch.Tensor, kind: str, dtypes: Sequence[str]) -> torch.Tensor | None:
