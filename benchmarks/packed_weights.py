@@ -12,15 +12,16 @@ from weight_schemes import SCHEMES, SUPER_BLOCKS
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, HALF_INPUTS, ONE_GROUP, count_groups
+from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, HALF_INPUTS, MIDDLES, ONE_GROUP, count_groups
 from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, SCALE_INPUTS, SUPER_BLOCK
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
-from trt_kvcache.torch_engine.packed_places import pack_rows, pack_values
+from trt_kvcache.torch_engine.packed_places import by_tile, pack_rows, pack_values
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
 
-_RANGES = {"int4": (-8, 7), "int8": (-127, 127)}
+_RANGES = {"int4": (-8, 7), "int8": (-127, 127), "e4m3": (-448, 448)}
+_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedMatrix:
@@ -34,12 +35,16 @@ def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedMatrix:
     groups = whole.view(outputs, -1, scheme.group or whole.shape[1])
     smallest, largest = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
     size = (largest - smallest) / (high - low) if scheme.has_zero_points else groups.abs().amax(dim=2, keepdim=True) / high
+    if scheme.rows > 1:
+        size = torch.cat([rows.amax(dim=0, keepdim=True).expand_as(rows) for rows in size.split(scheme.rows)])
     scales = size.clamp(min=1e-6).to(getattr(torch, scheme.scales))
     zeros = (low - smallest / scales.float()).round().clamp(low, high) if scheme.has_zero_points else torch.zeros_like(smallest)
-    values = (groups / scales.float() + zeros).round().clamp(low, high).view(outputs, -1)
+    exact = groups / scales.float() + zeros
+    values = (exact if scheme.kind == "e4m3" else exact.round()).clamp(low, high).view(outputs, -1)
     shift = ONE_GROUP if scheme.group is None else (scheme.group // HALF_INPUTS).bit_length() - 1
-    middle, dtype = (8, torch.uint8) if scheme.kind == "int4" else (0, torch.int8)
+    middle, dtype = MIDDLES[scheme.kind], _DTYPES[scheme.kind]
     count = count_groups(inputs, shift)
+    of_rows = pack_rows(scales[:, :count, 0], count)
     return PackedWeight(
         dtype=weight.dtype,
         memory=memory,
@@ -48,7 +53,7 @@ def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedMatrix:
         inputs=inputs,
         group_shift=shift,
         values=pack_values((values + middle).to(dtype)[:, :inputs], scheme.kind),
-        scales=pack_rows(scales[:, :count, 0], count),
+        scales=by_tile(of_rows, outputs) if scheme.kind == "e4m3" else of_rows,
         zero_points=pack_rows((zeros + middle).to(dtype)[:, :count, 0], count) if scheme.has_zero_points else None,
     )
 

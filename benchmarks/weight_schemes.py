@@ -15,9 +15,11 @@ class Scheme(NamedTuple):
     group: int | None  # inputs of a scale; None: all
     scales: str
     has_zero_points: bool = False
+    rows: int = 1  # outputs of a scale
 
 
-#: As ``--quantize`` makes them of a bfloat16 model, as llama.cpp stores blocks, and as GPTQ and AWQ store groups.
+#: As ``--quantize`` makes them of a bfloat16 model, as llama.cpp stores blocks, as GPTQ and AWQ store groups, and FP8 of compressed-tensors
+#: and of DeepSeek.
 SCHEMES = {
     "int4": Scheme("int4", 32, "bfloat16"),
     "int4:128": Scheme("int4", 128, "bfloat16"),
@@ -25,6 +27,8 @@ SCHEMES = {
     "q4_0": Scheme("int4", 32, "float16"),
     "q8_0": Scheme("int8", 32, "float16"),
     "gptq": Scheme("int4", 128, "float16", True),
+    "fp8": Scheme("e4m3", None, "bfloat16"),
+    "fp8:128": Scheme("e4m3", 128, "float32", rows=128),
 }
 
 #: The types of GGUF in super-blocks, and a file of two of them.

@@ -18,11 +18,12 @@ struct GroupedMatrix : PackedMatrix {
     const unsigned char *x, const unsigned char *values, const unsigned char *scales, \
         const unsigned char *zero_points, const unsigned short *bias, void *out, long long rows, long long outputs, \
         long long inputs, long long tiles, long long tile_outputs, long long prefetched_steps, long long groups, \
-        long long group_shift
+        long long group_shift, long long scale_pairs
 #define PACKED_MATRIX \
     { \
         { \
-            values, scales, zero_points, fragments_of(inputs), static_cast<int>(groups), static_cast<int>(group_shift) \
+            values, scales, zero_points, fragments_of(inputs), static_cast<int>(groups), \
+                static_cast<int>(group_shift), static_cast<int>(scale_pairs) \
         } \
     }
 #define PACKED_PARAMS \
@@ -80,7 +81,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) packed_zero_points_linear
 
 #define DEQUANTIZE_ARGUMENTS \
     const unsigned char *values, const unsigned char *scales, const unsigned char *zero_points, unsigned short *out, \
-        long long outputs, long long inputs, long long groups, long long group_shift, long long first_tile
+        long long outputs, long long inputs, long long groups, long long group_shift, long long scale_pairs, \
+        long long first_tile
 
 extern "C" __global__ void __launch_bounds__(kThreads) packed_dequantize(DEQUANTIZE_ARGUMENTS) {
     dequantize<GroupedMatrix<false>>(PACKED_MATRIX, out, outputs, inputs, first_tile);

@@ -37,11 +37,12 @@ public:
         for (int x = 0; x < kTiles; x++) starts_[x] = params_.weight.start(weight_tile(expert, tile, x));
     }
 
-    // `input`: the first one of the lane. Behind the last input, finite weights.
+    // `input`: the first one of the lane. Behind the last input, finite weights, for which Float8 needs zeros.
     __device__ __forceinline__ void load(Fragment& fragment, int input) const {
 #pragma unroll
         for (int x = 0; x < kTiles; x++)
-            params_.weight.load(fragment.tiles[x], starts_[x], input / kFragmentInputs, 0, policy_);
+            params_.weight.load<kIsSame<Stored, Float8>>(fragment.tiles[x], starts_[x], input / kFragmentInputs, 0,
+                                                         policy_);
     }
 
     // A line of a fragment for each lane.
@@ -68,12 +69,13 @@ private:
 
 #define ARGUMENTS \
     const unsigned char *x, const unsigned char *values, const unsigned char *scales, \
-        const unsigned char *zero_points, EXPERT_ARGUMENTS, long long groups, long long group_shift
+        const unsigned char *zero_points, EXPERT_ARGUMENTS, long long groups, long long group_shift, \
+        long long scale_pairs
 #define PARAMS \
     { \
         EXPERT_PARAMS, { \
             values, scales, zero_points, static_cast<int>((inputs + kFragmentInputs - 1) / kFragmentInputs), \
-                static_cast<int>(groups), static_cast<int>(group_shift) \
+                static_cast<int>(groups), static_cast<int>(group_shift), static_cast<int>(scale_pairs) \
         } \
     }
 
@@ -108,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) packed_experts_down_32(AR
 // Nothing for values that have no zero points.
 template <int kTiles, bool kGated, bool kSums, class Epilogue>
 __device__ __forceinline__ void products_with_zero_points(const PackedExpertParams& params) {
-    if constexpr (!kIsSame<Stored, E2m1>) expert_products<PackedExperts<kTiles, kGated, true>, kSums, Epilogue>(params);
+    if constexpr (kAllowsZeroPoints) expert_products<PackedExperts<kTiles, kGated, true>, kSums, Epilogue>(params);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) packed_zero_points_experts_silu_mul(ARGUMENTS) {

@@ -12,6 +12,7 @@
 //     E2m1   the same nibbles, of a sign, two bits of an exponent and one of a mantissa. In their places in an element they
 //            are 2^14 (float16) or 2^126 (bfloat16) times too small, as subnormal numbers too
 //     Int8   a vector for each half: words 2i and 2i + 1 have row g + 8i, four inputs each, in order
+//     Float8 the same. They have no zero points, and are exact in float16 whatever an element is
 //
 // The difference is exact in an element, for it has at most 8 bits. So is its product with a scale in a fused
 // multiply-add that rounds once; a power of two in one factor and its inverse in the other do not change it:
@@ -19,7 +20,8 @@
 //     Scale is Element          one product of two elements; the same for E8m0 with BFloat16
 //     Float16, for BFloat16     4 bits: the scale is the sum of two elements of 8 and 3 bits. The product with the second
 //                               has at most 7 bits: it is exact, and is added to the product with the first
-//     all others                in float32, which holds products of 8 and 16 bits exactly
+//     all others                in float32, which holds products of 8 and 16 bits exactly. With scales in float32 it
+//                               rounds them, as the checkpoint reader does; so does Float8 for BFloat16
 #pragma once
 
 #include "attention/stored_kv.cuh"
@@ -40,8 +42,22 @@ template <class A>
 constexpr bool kIsSame<A, A> = true;
 
 // Vectors of 16 bytes of a lane for a fragment; bytes of a vector of all lanes, and of a fragment.
-constexpr int kVectors = kIsSame<Stored, Int8> ? 2 : 1, kVectorBytes = 32 * 16,
+constexpr int kVectors = kIsSame<Stored, Int8> || kIsSame<Stored, Float8> ? 2 : 1, kVectorBytes = 32 * 16,
               kFragmentBytes = kVectors * kVectorBytes;
+
+// False if quantized values are floating-point numbers.
+constexpr bool kAllowsZeroPoints = kIsSame<Stored, Int4> || kIsSame<Stored, Int8>;
+
+// A type that holds all differences exactly.
+template <class Type>
+struct ExactIn {
+    using Of = Element;
+};
+template <>
+struct ExactIn<Float8> {
+    using Of = Float16;
+};
+using Difference = ExactIn<Stored>::Of;
 
 constexpr unsigned kMinusZero = 0x80008000, kSigns = 0x80008000;
 
@@ -87,10 +103,10 @@ __device__ __forceinline__ uint4 quantized_values(Type, E2m1, const uint4 (&vect
     };
     return {pair(0), pair(1), pair(2), pair(3)};
 }
-template <class Type>
-__device__ __forceinline__ uint4 quantized_values(Type, Int8, const uint4 (&vectors)[2], int i, int half) {
-    const uint2 first = widen_in_order(Type{}, Int8{}, word_of(vectors[half], 2 * i)),
-                second = widen_in_order(Type{}, Int8{}, word_of(vectors[half], 2 * i + 1));
+template <class Type, class Bytes>
+__device__ __forceinline__ uint4 quantized_values(Type, Bytes, const uint4 (&vectors)[2], int i, int half) {
+    const uint2 first = widen_in_order(Type{}, Bytes{}, word_of(vectors[half], 2 * i)),
+                second = widen_in_order(Type{}, Bytes{}, word_of(vectors[half], 2 * i + 1));
     return {first.x, first.y, second.x, second.y};
 }
 
@@ -136,6 +152,10 @@ __device__ __forceinline__ uint4 differences(Type, Int4, const uint4 (&vectors)[
     };
     return {difference(low, 0), difference(low, 1), difference(high, 0), difference(high, 1)};
 }
+template <class Type>
+__device__ __forceinline__ uint4 differences(Type, Float8, const uint4 (&vectors)[2], unsigned, int i, int half) {
+    return quantized_values(Type{}, Float8{}, vectors, i, half);
+}
 
 // Scales of rows g and g + 8, as they are loaded.
 template <class Type>
@@ -174,7 +194,8 @@ private:
 // Multiplies differences of a row with its scale.
 template <class Type>
 class Scaling {
-    static constexpr bool kIsOwn = kIsSame<Type, Element> || (kIsSame<Type, E8m0> && kIsSame<Element, BFloat16>),
+    static constexpr bool kIsOwn = kIsSame<Difference, Element>
+                                   && (kIsSame<Type, Element> || (kIsSame<Type, E8m0> && kIsSame<Element, BFloat16>)),
                           kIsSplit = !kIsOwn && kIsSame<Type, Float16> && kIsSame<Stored, Int4>;
     static constexpr int kTimes = kScaleUnit<Element, Stored>;
 
@@ -200,7 +221,7 @@ public:
         } else if constexpr (kIsSplit) {
             return multiply_add(Element{}, differences, high_, multiply_add(Element{}, differences, low_, kMinusZero));
         } else {
-            const float2 values = unpack(Element{}, differences);
+            const float2 values = unpack(Difference{}, differences);
             return pack(Element{}, {__fmul_rn(values.x, factor_), __fmul_rn(values.y, factor_)});
         }
     }
@@ -229,7 +250,7 @@ struct PackedFragment {
     // The weights of row g + 8i of a half.
     __device__ __forceinline__ uint4 elements(int i, int half) const {
         const uint4 exact =
-            differences(Element{}, Stored{}, vectors, kHasZeroPoints ? zero_points[half] : kMiddles, i, half);
+            differences(Difference{}, Stored{}, vectors, kHasZeroPoints ? zero_points[half] : kMiddles, i, half);
         const Scaling<Scale> scaling(scales[half], i);
         return {scaling.of(exact.x), scaling.of(exact.y), scaling.of(exact.z), scaling.of(exact.w)};
     }
@@ -240,6 +261,7 @@ struct PackedMatrix {
     const unsigned char *values, *scales, *zero_points;
     int fragments;            // of 64 inputs, of an output
     int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
+    int scale_pairs;          // of a group of 16 outputs: 8, or with Float8 also 1 that all of them share
 
     // Of 16 outputs, the part of a lane: of the first fragment, and the scales of row g of the first two groups, or twice
     // of the first one if fragments are not divided. And row g of the first group.
@@ -253,29 +275,30 @@ struct PackedMatrix {
         return values + static_cast<long long>(tile * fragments) * kFragmentBytes;
     }
     __device__ __forceinline__ Start start(int tile) const {
-        const int lane = threadIdx.x % 32, row = tile * groups * 8 + lane / 4;
+        const int lane = threadIdx.x % 32, row = tile * groups * pairs() + min(lane / 4, pairs() - 1);
         const RowScales<Scale>* const first = reinterpret_cast<const RowScales<Scale>*>(scales) + row;
         return {fragments_of(tile) + lane * 16, {first, first + second_row()}, row};
     }
 
-    // Loads the part of a lane of a fragment of 16 outputs, `ahead` ones behind another; behind the last fragment no
-    // quantized values, and the scales of the last one.
-    template <bool kHasZeroPoints>
+    // Loads the part of a lane of a fragment of 16 outputs, `ahead` ones behind another; behind the last fragment any
+    // quantized values, or zeros, and the scales of the last one.
+    template <bool kZeros = false, bool kHasZeroPoints>
     __device__ __forceinline__ void load(PackedFragment<kHasZeroPoints>& to, const Start& start, int fragment,
                                          int ahead, L2Policy policy) const {
         const unsigned char* const from = start.values + static_cast<long long>(fragment) * kFragmentBytes;
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
-            to.vectors[v] =
-                load_once_if(from + ahead * kFragmentBytes + v * kVectorBytes, fragments - fragment > ahead, policy);
+            const unsigned char* const vector = from + ahead * kFragmentBytes + v * kVectorBytes;
+            const bool valid = fragments - fragment > ahead;
+            to.vectors[v] = kZeros ? load_once(vector, valid, policy) : load_once_if(vector, valid, policy);
         }
         const int group = 2 * min(fragment + ahead, fragments - 1) >> group_shift;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if constexpr (kHasZeroPoints) {  // there are no registers for addresses of both
-                const int row = start.row + group * 8 + half * second_row();
+            if constexpr (kHasZeroPoints || kIsSame<Stored, Float8>) {  // there are no registers for more addresses
+                const int row = start.row + group * pairs() + half * second_row();
                 to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[row];
-                to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[row];
+                if (kHasZeroPoints) to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[row];
             } else {
                 to.scales[half] = start.scales[half][group * 8LL];
             }
@@ -283,6 +306,7 @@ struct PackedMatrix {
     }
 
 private:
+    __device__ __forceinline__ int pairs() const { return kIsSame<Stored, Float8> ? scale_pairs : 8; }
     // From the row of the first half of a fragment to that of the second one.
-    __device__ __forceinline__ int second_row() const { return group_shift == 0 ? 8 : 0; }
+    __device__ __forceinline__ int second_row() const { return group_shift == 0 ? pairs() : 0; }
 };

@@ -263,6 +263,14 @@ def write_quantized(folder: Path, model: str, quantize: Quantize, config: dict[s
     return values
 
 
+def write_fp8(folder: Path, block: tuple[int, int], name: str | None = None, **fields: Any) -> Path:
+    """Write a random model in FP8: :func:`write_model` with ``fields``, or with those of a golden model and ``fields``."""
+    golden = {} if name is None else json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8"))
+    source = write_model(folder.parent / f"{folder.name}-source", **{**golden, **fields})
+    write_quantized(folder, str(source), fp8_blocks(block=block), {**FP8_CONFIG, "weight_block_size": list(block)})
+    return folder
+
+
 def write_values(folder: Path, quantized: Path, values: Tensors) -> Path:
     """Write the model of a quantized folder with the values of its weights, in float32."""
     folder.mkdir()

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kernels.packed_arrays import pack_rows, pack_values
+from tests.kernels.packed_arrays import FLOAT8, pack_rows, pack_tiles, pack_values
 from tests.kernels.test_expert_kernels import BIAS, CLAMPED, DTYPES, Problem, check_down, check_up
 from tests.sweeps import each_once
 from trt_kvcache.dtypes import numpy_dtype
@@ -27,6 +27,8 @@ FORMATS = {
     "int4, zero points": ("int4", "float32", 2, True),
     "int8": ("int8", "float16", ONE_GROUP, False),
     "int8, zero points": ("int8", "float32", 1, True),
+    "fp8": ("e4m3", "float16", ONE_GROUP, False),
+    "fp8, blocks": ("e4m3", "float32", 2, False),
 }
 
 every_format = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
@@ -46,11 +48,15 @@ class PackedProblem(Problem):
     def __init__(self, memory, stream, shape, dtype, *, format_, **options):
         super().__init__(memory, stream, shape, dtype, **options)
         self.kind, scale_dtype, self.shift, has_zero_points = format_
+        self.shares_scales = format_ == FORMATS["fp8, blocks"]
         experts, outputs, inputs = self.weight.shape
         groups = count_groups(inputs, self.shift)
-        low, high = {"int4": (0, 16), "int8": (-128, 128), "e2m1": (0, 16)}[self.kind]
+        low, high = {"int4": (0, 16), "int8": (-128, 128), "e2m1": (0, 16), "e4m3": (0, 448)}[self.kind]
         integer = np.int8 if self.kind == "int8" else np.uint8
-        self.values = self.random.integers(low, high, self.weight.shape).astype(integer)
+        if self.kind == "e4m3":
+            self.values = self.random.choice(FLOAT8, self.weight.shape)
+        else:
+            self.values = self.random.integers(low, high, self.weight.shape).astype(integer)
         of_groups = (experts, outputs, groups)
         if self.kind == "e2m1":
             middle = 124 - int(np.log2(inputs) / 2)
@@ -62,6 +68,8 @@ class PackedProblem(Problem):
             self.scales = (self.random.uniform(0.2, 2, of_groups) * self.random.choice([-1, 1], of_groups) * size).astype(
                 numpy_dtype(scale_dtype)
             )
+            if self.shares_scales:
+                self.scales = np.repeat(self.scales[:, ::16], 16, axis=1)[:, :outputs]
             real, nan = self.scales, np.nan
             values = self.values.astype(np.float32)
         self.zeros = self.random.integers(low, high, of_groups).astype(integer) if has_zero_points else None
@@ -88,7 +96,7 @@ class PackedProblem(Problem):
             inputs=inputs,
             group_shift=self.shift,
             values=stack([pack_values(one, self.kind) for one in self.values]),
-            scales=stack([pack_rows(one, groups) for one in self.scales], self.nan),
+            scales=stack([(pack_tiles if self.shares_scales else pack_rows)(one, groups) for one in self.scales], self.nan),
             zero_points=None if self.zeros is None else stack([pack_rows(one, groups) for one in self.zeros]),
         )
 
@@ -158,7 +166,7 @@ def test_a_row_does_not_depend_on_the_others(memory, stream, format_):
         run = problem.run_down if down else partial(problem.run_up, "silu_mul")
         before = run().copy()
         lonely = next(expert for expert in range(8) if (problem.chosen[2:] == expert).any() and not (problem.chosen[1] == expert).any())
-        problem.scales[lonely, 3] = problem.nan
+        problem.scales[lonely, :16] = problem.nan
         problem.x[0] = np.nan
         np.testing.assert_array_equal(run()[1].view(np.uint16), before[1].view(np.uint16))
 
@@ -187,7 +195,7 @@ def test_every_value_of_mxfp4_bit_for_bit(memory, stream, dtype):
 
 
 def test_plans_have_whole_tiles():
-    for kind in ("int4", "int8", "e2m1"):
+    for kind in ("int4", "int8", "e2m1", "e4m3"):
         for outputs in (16, 768, 1856, 2880, 14336):
             for has_gate in (False, True):
                 plan = expert_plan(outputs, has_gate, 4, "sm_90", 132, kind)

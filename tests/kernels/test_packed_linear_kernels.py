@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kernels.packed_arrays import pack_rows, pack_values
+from tests.kernels.packed_arrays import FLOAT8, pack_rows, pack_tiles, pack_values
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.packed_layout import (
@@ -26,9 +26,14 @@ from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 
 PAIRS = [(dtype, scale) for dtype, scales in SCALE_DTYPES.items() for scale in scales]
 DTYPES = pytest.mark.parametrize(("dtype", "scale_dtype"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
-KINDS = pytest.mark.parametrize("kind", ["int4", "int8"])
-ZERO_POINTS = pytest.mark.parametrize("with_zero_points", [False, True], ids=["", "zero_points"])
+KINDS = pytest.mark.parametrize("kind", ["int4", "int8", "e4m3"])
+FORMATS = pytest.mark.parametrize(
+    ("kind", "with_zero_points"),
+    [("int4", False), ("int4", True), ("int8", False), ("int8", True), ("e4m3", False)],
+    ids=["int4", "int4-zero_points", "int8", "int8-zero_points", "e4m3"],
+)
 LIMITS = {"int4": (0, 16), "int8": (-128, 128)}
+LARGEST = {"int4": 16, "int8": 128, "e4m3": 448}
 
 #: Rounding errors: of a result, half a unit in the last place; of a float32 sum in any order, relative to the sum of absolute values.
 ROUNDING, SUM_ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}, 2**-23
@@ -45,21 +50,35 @@ def stream(memory):
     return memory.create_stream()
 
 
+def random_values(random, kind, shape):
+    """Quantized values, the least and the largest among them."""
+    if kind == "e4m3":
+        values = random.choice(FLOAT8, shape)
+        values.reshape(-1)[:2] = FLOAT8.min(), FLOAT8.max()
+        return values
+    values = random.integers(*LIMITS[kind], shape).astype(np.int8 if kind == "int8" else np.uint8)
+    values.reshape(-1)[:2] = LIMITS[kind][0], LIMITS[kind][1] - 1
+    return values
+
+
 class Problem:
     """Random operands, and the product in float64 of weights that NumPy rounds. ``out`` is full of NaNs."""
 
-    def __init__(self, memory, stream, shape, kind, dtype, scale_dtype, with_zero_points, *, gated=False, out_dtype=None, bias=False):
+    def __init__(
+        self, memory, stream, shape, kind, dtype, scale_dtype, with_zero_points, *, gated=False, out_dtype=None, bias=False, shared=False
+    ):
         rows, columns, inputs, shift = shape
         outputs, self.dtype, self.out_dtype = columns * (2 if gated else 1), dtype, out_dtype or dtype
         random, groups = np.random.default_rng(sum(shape)), count_groups(inputs, shift)
         self.x = random.standard_normal((rows, inputs)).astype(numpy_dtype(dtype))
-        values = random.integers(*LIMITS[kind], (outputs, inputs)).astype(np.int8 if kind == "int8" else np.uint8)
-        values.reshape(-1)[:2] = LIMITS[kind][0], LIMITS[kind][1] - 1
-        size = inputs**-0.5 / LIMITS[kind][1]
+        values = random_values(random, kind, (outputs, inputs))
+        size = inputs**-0.5 / LARGEST[kind]
         scales = (random.uniform(0.2, 2, (outputs, groups)) * random.choice([-1, 1], (outputs, groups)) * size).astype(
             numpy_dtype(scale_dtype)
         )
-        zeros = random.integers(*LIMITS[kind], (outputs, groups)).astype(values.dtype)
+        if shared:
+            scales = np.repeat(scales[::16], 16, axis=0)[:outputs]
+        zeros = random_values(random, kind, (outputs, groups))
         group = np.arange(inputs) // 32 >> shift
         middles = zeros.astype(np.float32)[:, group] if with_zero_points else MIDDLES[kind]
         self.weight = ((values.astype(np.float32) - middles) * scales.astype(np.float32)[:, group]).astype(numpy_dtype(dtype))
@@ -74,7 +93,7 @@ class Problem:
             inputs=inputs,
             group_shift=shift,
             values=upload(pack_values(values, kind)),
-            scales=upload(pack_rows(scales, groups)),
+            scales=upload((pack_tiles if shared else pack_rows)(scales, groups)),
             zero_points=upload(pack_rows(zeros, groups)) if with_zero_points else None,
         )
         self.tensors = (upload(self.x), self.packed, None if self.bias is None else upload(self.bias))
@@ -103,17 +122,19 @@ def check_linear(memory, stream, shape, *arguments, **options):
 @pytest.mark.parametrize("shape", [(1, 8), (16, 64), (40, 200), (33, 128)], ids=str)
 def test_layout(kind, shape):
     random = np.random.default_rng(0)
-    values = random.integers(*LIMITS[kind], shape).astype(np.int8 if kind == "int8" else np.uint8)
+    values = random_values(random, kind, shape)
     packed = pack_values(values, kind)
     assert packed.nbytes == -(-shape[0] // 16) * -(-shape[1] // 64) * (512 if kind == "int4" else 1024)
     np.testing.assert_array_equal(unpack_values(packed, kind, shape), values)
     rows = random.random((shape[0], 5))
     np.testing.assert_array_equal(unpack_rows(pack_rows(rows, 6), shape[0])[:, :5], rows)
+    shared = np.repeat(rows[::16], 16, axis=0)[: shape[0]]
+    np.testing.assert_array_equal(unpack_rows(pack_tiles(shared, 6), shape[0])[:, :5], shared)
 
 
 @DTYPES
-@KINDS
-@ZERO_POINTS
+@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("with_zero_points", [False, True], ids=["", "zero_points"])
 def test_dequantized_weights_bit_for_bit(memory, stream, kind, dtype, scale_dtype, with_zero_points):
     """Every quantized value with every zero point, with scales of all sizes: the products are rounded once."""
     low, high = LIMITS[kind]
@@ -145,6 +166,33 @@ def test_dequantized_weights_bit_for_bit(memory, stream, kind, dtype, scale_dtyp
         first += len(out)
 
 
+@DTYPES
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+def test_every_value_of_fp8_bit_for_bit(memory, stream, dtype, scale_dtype, shared):
+    """With scales of all sizes, all bits of float32 among them: rounded as in float32, to infinity and to subnormal numbers too."""
+    outputs, inputs = 48, 3 * 128
+    values = np.resize(FLOAT8, (outputs, inputs))
+    random, ends = np.random.default_rng(6), np.finfo(np.float32) if scale_dtype != "float16" else np.finfo(np.float16)
+    exponents = random.uniform(np.log2(float(ends.smallest_subnormal)), ends.maxexp - 1, (outputs, 3))
+    scales = (2.0**exponents * random.choice([-1, 1], (outputs, 3))).astype(numpy_dtype(scale_dtype))
+    if shared:
+        scales = np.repeat(scales[::16], 16, axis=0)
+    packed = PackedTensors(
+        kind="e4m3",
+        outputs=outputs,
+        inputs=inputs,
+        group_shift=2,
+        values=memory.to_device(pack_values(values, "e4m3"), stream=stream),
+        scales=memory.to_device((pack_tiles if shared else pack_rows)(scales, 3), stream=stream),
+        zero_points=None,
+    )
+    with np.errstate(over="ignore"):
+        expected = (values.astype(np.float32) * np.repeat(scales.astype(np.float32), 128, axis=1)).astype(numpy_dtype(dtype))
+    out = memory.to_device(np.full((32, inputs), np.nan, expected.dtype), stream=stream)
+    packed_dequantize_kernel(out, packed, 16, stream)
+    np.testing.assert_array_equal(out.numpy().view(np.uint16), expected[16:].view(np.uint16))
+
+
 def test_dequantized_outputs_of_a_tile_that_ends_early(memory, stream):
     problem = Problem(memory, stream, (1, 25, 200, 0), "int4", "float16", "float16", True)
     out = memory.to_device(np.full((25, 200), np.nan, np.float16), stream=stream)
@@ -153,23 +201,26 @@ def test_dequantized_outputs_of_a_tile_that_ends_early(memory, stream):
 
 
 @DTYPES
-@KINDS
-@ZERO_POINTS
+@FORMATS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_packed_linear(memory, stream, shape, kind, dtype, scale_dtype, with_zero_points):
     check_linear(memory, stream, shape, kind, dtype, scale_dtype, with_zero_points, bias=shape[1] % 2 == 0)
 
 
-@KINDS
-@ZERO_POINTS
+@FORMATS
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [(1, 33, 72, 0), (8, 70, 1160, 1), (12, 16, 64, ONE_GROUP)], ids=str)
 def test_float32_results(memory, stream, shape, kind, dtype, with_zero_points):
     check_linear(memory, stream, shape, kind, dtype, "float16", with_zero_points, out_dtype="float32")
 
 
-@KINDS
-@ZERO_POINTS
+@pytest.mark.parametrize("shape", [(1, 16, 64, 0), (5, 33, 1096, 2), (12, 48, 520, ONE_GROUP)], ids=str)
+@DTYPES
+def test_scales_that_the_outputs_of_a_tile_share(memory, stream, shape, dtype, scale_dtype):
+    check_linear(memory, stream, shape, "e4m3", dtype, scale_dtype, False, shared=True)
+
+
+@FORMATS
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("float16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "float16")])
 @pytest.mark.parametrize("shape", [(1, 16, 64, 0), (8, 48, 1160, 2), (14, 32, 520, ONE_GROUP)], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -194,9 +245,9 @@ def test_several_tiles_of_a_block(memory, stream, kind, large_percent, monkeypat
     monkeypatch.setattr(linear_tiles, "linear_tiles", lambda *of: chosen(*of)._replace(large_percent=large_percent))
     linear_tiles.linear_plan.cache_clear()
     try:
-        check_linear(memory, stream, (3, 1000, 136, 0), kind, "bfloat16", "float16", True)
+        check_linear(memory, stream, (3, 1000, 136, 0), kind, "bfloat16", "float16", kind in LIMITS)
         check_linear(memory, stream, (8, 300, 4168, 2), kind, "float16", "float16", False, bias=True)
-        check_linear(memory, stream, (2, 515, 64, ONE_GROUP), kind, "bfloat16", "bfloat16", True, out_dtype="float32")
+        check_linear(memory, stream, (2, 515, 64, ONE_GROUP), kind, "bfloat16", "bfloat16", kind in LIMITS, out_dtype="float32")
     finally:
         linear_tiles.linear_plan.cache_clear()
 
@@ -204,7 +255,7 @@ def test_several_tiles_of_a_block(memory, stream, kind, large_percent, monkeypat
 @KINDS
 def test_rows_do_not_change_each_other(memory, stream, kind):
     """A row that is not finite is so alone."""
-    problem = Problem(memory, stream, (8, 40, 1096, 0), kind, "bfloat16", "float16", True)
+    problem = Problem(memory, stream, (8, 40, 1096, 0), kind, "bfloat16", "float16", kind in LIMITS)
     problem.x[3, 5], problem.x[6, 1095] = np.nan, np.inf
     packed_linear_kernel(memory.to_device(problem.x, stream=stream), problem.packed, None, problem.out, stream)
     finite = np.isfinite(problem.out.numpy().astype(np.float64)).all(axis=1)
@@ -213,7 +264,7 @@ def test_rows_do_not_change_each_other(memory, stream, kind):
 
 @KINDS
 def test_the_same_bits_each_time(memory, stream, kind):
-    problem = Problem(memory, stream, (5, 200, 1160, 1), kind, "float16", "float16", True, bias=True)
+    problem = Problem(memory, stream, (5, 200, 1160, 1), kind, "float16", "float16", kind in LIMITS, bias=True)
     found = []
     for _ in range(3):
         packed_linear_kernel(*problem.tensors, problem.out, stream)
@@ -243,7 +294,7 @@ def test_padding_is_not_read_as_weights(memory, stream):
 
 
 def test_plans_have_whole_tiles():
-    for kind in ("int4", "int8"):
+    for kind in LARGEST:
         for outputs in (2560, 4096, 128256):
             plan = linear_tiles.linear_plan(1, outputs, False, "sm_90", 132, kind)
             assert plan.tile_outputs == plan.tile

@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.gguf_files import random_super_blocks, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint
 from tests.helpers.models import changed_model, write_model
+from tests.helpers.quantized_models import FP8_CONFIG, fp8_blocks, write_fp8
 from tests.paths import GOLDEN
 from tests.torch_engine.needs_torch import need_torch
 
@@ -18,12 +19,14 @@ import torch  # noqa: E402
 
 from trt_kvcache import Checkpoint, CudaMemory, HostMemory, InferenceSession, ReferenceEngine  # noqa: E402
 from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
+from trt_kvcache.checkpoint.quantized.fp8_blocks import FP8Blocks  # noqa: E402
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks  # noqa: E402
 from trt_kvcache.engine.decoder_cache import decoder_cache_config  # noqa: E402
 from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine  # noqa: E402
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import PackedStack  # noqa: E402
+from trt_kvcache.torch_engine.packing import packed_weight  # noqa: E402
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight  # noqa: E402
 from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
@@ -66,6 +69,53 @@ def test_as_the_reference_engine(tmp_path, dtype, stored, quantize):
         for found, expected in zip(logits_of(ours), logits_of(reference), strict=True):
             assert np.abs(found - expected).max() <= TOLERANCES[dtype] * np.abs(expected).max()
         assert len(ours.engine._device.graphs)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("block", [(128, 128), (1, 128), (128, 32)], ids=str)
+@pytest.mark.filterwarnings("ignore:(?s).*activations are not quantized")
+def test_fp8_as_the_reference_engine(tmp_path, dtype, block):
+    folder = write_fp8(tmp_path / "model", block, **MODEL, intermediate_size=320, torch_dtype="bfloat16", scale=0.1)
+    options = {**SIZES, "dtype": dtype}
+    with (
+        InferenceSession.from_model(folder, engine="torch", **options) as ours,
+        InferenceSession.from_model(folder, engine="reference", **options) as reference,
+    ):
+        assert ours.engine._weights.is_packed
+        for found, expected in zip(logits_of(ours), logits_of(reference), strict=True):
+            assert np.abs(found - expected).max() <= TOLERANCES[dtype] * np.abs(expected).max()
+        assert len(ours.engine._device.graphs)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 512)], ids=str)
+@pytest.mark.filterwarnings("ignore:(?s).*activations are not quantized")
+def test_memory_of_fp8(tmp_path, block):
+    """Linear layers need their stored size, embedding and head 16 bits."""
+    sizes = {**MODEL, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
+    folder = write_fp8(tmp_path / "model", block, **sizes, torch_dtype="bfloat16", scale=0.05)
+    before = torch.cuda.memory_allocated()
+    with InferenceSession.from_model(folder, engine="torch", **SIZES, dtype="bfloat16") as session:
+        used = torch.cuda.memory_allocated() - before - session.engine._workspace.nbytes
+    of_layer = 512 * (4 + 2 * 2) * 64 + 4 * 64 * 512 + 3 * 512 * 2048
+    assert used <= 1.03 * 2 * of_layer + 2 * 2 * 4096 * 512 + (256 << 10)  # norms, and torch's rounding of small allocations
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("block", [(128, 128), (24, 64), (1, 1096)], ids=str)
+def test_fp8_is_dequantized_bit_for_bit(block, dtype):
+    shape, random = (200, 1096), np.random.default_rng(0)
+    stored, _ = fp8_blocks(block=block)(random.standard_normal(shape).astype(np.float32), random)
+    config = {**FP8_CONFIG, "weight_block_size": list(block)}
+    weight, memory = FP8Blocks(config).weight("m", stored, shape), CudaMemory()
+    packed = packed_weight([weight], dtype, Upload(torch.device("cuda")), memory)
+    out = torch.empty(shape, dtype=packed.dtype, device="cuda")
+    torch.cuda.synchronize()
+    stream = memory.create_stream()
+    packed_dequantize_kernel(device_view(out, memory), packed.tensors, 0, stream)
+    memory.synchronize(stream)
+    expected = weight.dequantized(dtype)
+    for found in (out, packed.dequantized()):
+        np.testing.assert_array_equal(found.cpu().view(torch.int16).numpy(), expected.view(np.int16))
 
 
 @pytest.mark.parametrize(("quantize", "bits"), [("int8,head=int8", 8), ("int4:128,head=int4:128", 4)])
@@ -121,6 +171,14 @@ def test_rounded_experts(dtype, scheme):
     """All experts are chosen, or rounding would choose others where two have nearly the same score."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 64, "num_experts_per_tok": 7}
     check_experts(RandomCheckpoint(changed_model("qwen3_moe", **sizes), scheme), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:(?s).*activations are not quantized")
+def test_experts_in_fp8(tmp_path, dtype):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 64, "num_experts_per_tok": 7}
+    with Checkpoint.open(write_fp8(tmp_path / "model", (32, 32), "qwen3_moe", **sizes)) as checkpoint:
+        check_experts(checkpoint, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.gguf_files import Q4_K_M, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
+from tests.helpers.quantized_models import write_fp8
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
@@ -276,6 +277,22 @@ def test_packed_weights_agree_with_the_reference_engine(memory, calls, tmp_path,
     assert (calls["linear"] == 0) == ("head" in quantize), "the head alone has 16 bits"
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
+@pytest.mark.parametrize("block", [(128, 128), (32, 32)], ids=str)
+@pytest.mark.filterwarnings("ignore:(?s).*activations are not quantized")
+def test_fp8_agrees_with_the_reference_engine(memory, calls, tmp_path, dtype, head_dim, block):
+    """Blocks that end early, in which the projections of one input begin, and smaller ones than a projection."""
+    sizes = {**PACKED_SIZES, "head_dim": head_dim, "intermediate_size": 160}
+    session, reference = packed_sessions(memory, write_fp8(tmp_path / "model", block, **sizes, torch_dtype="bfloat16"), dtype, None)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES[dtype])
+    steps = calls["packed_linear_gated_mul silu"] / 2
+    assert steps == calls["attend"] / 2 > 0, "of prefill too"
+    assert calls["packed_linear"] == 6 * steps
+    assert calls["packed_dequantize"] == calls["gated_mul silu"] == 0
+    assert calls["linear"] > 0, "the head has 16 bits"
+
+
 def test_packed_rows_of_interleaved_rope_agree_with_the_reference_engine(memory, calls, tmp_path):
     changes = {"model_type": "ernie4_5", "use_bias": True, "head_dim": 80, "intermediate_size": 96}
     folder = write_model(tmp_path / "model", **PACKED_SIZES, **changes, torch_dtype="bfloat16")
@@ -414,6 +431,19 @@ def test_packed_experts_of_many_rows_are_dequantized_one_at_a_time(memory, calls
         check_agreement(session, reference, TOLERANCES["bfloat16"])
     assert calls["expert_up"] == 3 * 3, "the second chunk and two decode steps"
     assert 0 < calls["packed_dequantize"] <= 3 * 5 * 2, "both matrices of 5 experts of 3 layers, at most"
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*activations are not quantized")
+def test_fp8_experts_agree_with_the_reference_engine(memory, calls, tmp_path):
+    folder = write_fp8(tmp_path / "model", (32, 32), "qwen3_moe", hidden_size=64, moe_intermediate_size=32, head_dim=80)
+    with Checkpoint.open(folder) as checkpoint:
+        counted = sum(TorchMemory.of(checkpoint).packed.values())
+        assert 0 < counted == sum(checkpoint.nbytes_of(name) for name in checkpoint.quantized_names)
+        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["expert_up silu_mul"] == calls["expert_down"] > 0
+    assert calls["packed_linear"] > 0
 
 
 @pytest.mark.parametrize("held", [1, 3, 9])

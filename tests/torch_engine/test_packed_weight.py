@@ -75,6 +75,18 @@ def modelopt(*, factors):
     return format_.weight("m", stored, SHAPE)
 
 
+def fp8(block, shape=SHAPE):
+    return of(made.fp8_blocks(block=block), FP8Blocks({**made.FP8_CONFIG, "weight_block_size": list(block)}), shape)
+
+
+def fp8_channels():
+    return of(made.floats(1, None), CompressedTensors(made.CT_FP8))
+
+
+def fp8_matrix():
+    return of(made.floats(None, None, scalar=True), ModelOpt(made.modelopt("FP8")))
+
+
 #: A weight, its packed kind, and True if zero points are stored.
 PACKED = {
     "gptq": (lambda: gptq(), "int4", True),
@@ -94,6 +106,10 @@ PACKED = {
     "Q8_0": (lambda: gguf(8), "int8", False),
     "mxfp4": (lambda: of(made.mxfp4(("weight_blocks", "weight_scales"), blocks=True), MXFP4({})), "e2m1", False),
     "compressed mxfp4": (compressed_mxfp4, "e2m1", False),
+    "FP8, blocks": (lambda: fp8((16, 64)), "e4m3", False),
+    "FP8, blocks of 128": (lambda: fp8((128, 128)), "e4m3", False),
+    "FP8, one scale an output": (fp8_channels, "e4m3", False),
+    "FP8, one scale a matrix": (fp8_matrix, "e4m3", False),
     "rounded int8": (lambda: rounded_to_nearest(matrix(), "int8", "bfloat16"), "int8", False),
     "rounded int4": (lambda: rounded_to_nearest(matrix(), "int4", "bfloat16"), "int4", False),
     "rounded int4:128": (lambda: rounded_to_nearest(matrix(), "int4:128", "float16"), "int4", False),
@@ -137,9 +153,9 @@ def test_size_is_within_three_percent_of_the_stored_size(case):
     make, kind, has_zero_points = PACKED[case]
     weight = make()
     packed = packed_weight(weight, "float16" if weight.scales.stored.dtype == np.float16 else "bfloat16")
-    size = {"int4": 0.5, "int8": 1, "e2m1": 0.5}[kind]
-    scales = weight.scales.stored.size
-    stored = weight.shape[0] * weight.shape[1] * size + (1 if kind == "e2m1" else 2) * scales + (scales * size if has_zero_points else 0)
+    size = {"int4": 0.5, "int8": 1, "e2m1": 0.5, "e4m3": 1}[kind]
+    scales = weight.scales.stored
+    stored = weight.shape[0] * weight.shape[1] * size + scales.nbytes + (scales.size * size if has_zero_points else 0)
     assert packed.nbytes <= 1.03 * stored
 
 
@@ -149,7 +165,8 @@ NOT_PACKED = {
     "groups of 96": lambda: of(made.gptq(group_size=96), GPTQ({**made.GPTQ_CONFIG, "group_size": 96, "checkpoint_format": "gptq"})),
     "factors of inputs": lambda: modelopt(factors=True),
     "NVFP4": lambda: of(made.nvfp4(("weight", "weight_scale", "weight_scale_2"), inverse=False), ModelOpt(made.modelopt("NVFP4"))),
-    "FP8": lambda: of(made.fp8_blocks(), FP8Blocks(made.FP8_CONFIG)),
+    "FP8, blocks of 12 inputs": lambda: of(made.fp8_blocks(), FP8Blocks(made.FP8_CONFIG)),
+    "FP8, blocks of 96 inputs": lambda: fp8((128, 96)),
     "inputs that 8 does not divide": lambda: rounded_to_nearest(matrix((16, 36)), "int8", "float16"),
 }
 
@@ -222,6 +239,15 @@ def test_scales_are_stored_exactly(scales, dtype, stored):
     check_values(packed, weight.dequantized(dtype))
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_scales_of_fp8_keep_their_dtype(stored):
+    """Also such as a narrower dtype holds by chance: weights of the same input are then joined."""
+    weight = fp8((128, 128))
+    exact = replace(weight.scales, stored=np.full(weight.scales.stored.shape, 0.25, numpy_dtype(stored)))
+    assert packed_weight(replace(weight, scales=exact), "bfloat16").scales.dtype == getattr(torch, stored)
+    assert packed_weight(replace(weight, scales=replace(exact, factor=2.0)), "bfloat16").scales.dtype == torch.float32
+
+
 def test_scales_too_small_for_float16_stay_in_float32():
     weight = rounded_to_nearest(matrix() * 1e-5, "int8", "bfloat16")
     packed = packed_weight(weight, "float16")
@@ -229,7 +255,48 @@ def test_scales_too_small_for_float16_stay_in_float32():
     check_values(packed, weight.dequantized("float16"))
 
 
-@pytest.mark.parametrize("case", ["gptq", "Q8_0", "rounded int4", "awq"])
+@pytest.mark.parametrize("shape", [(128, 128), (200, 328), (8, 72), (40, 1000)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fp8_blocks_of_128_that_end_early(shape, dtype):
+    weight = fp8((128, 128), shape)
+    packed = packed_weight(weight, dtype)
+    assert packed.scales.shape == (-(-shape[0] // 16), -(-shape[1] // 128), 1, 2), "the outputs of a tile share them"
+    check_values(packed, weight.dequantized(dtype))
+    check_values(packed_weight(weight.rows(slice(8, None)), dtype) if shape[0] > 8 else packed, weight.dequantized(dtype)[8 % shape[0] :])
+
+
+def test_fp8_blocks_that_begin_within_a_tile_have_scales_of_rows():
+    weight = fp8((24, 64))
+    packed = packed_weight(weight, "bfloat16")
+    assert packed.scales.shape == (3, 4, 8, 2)
+    check_values(packed, weight.dequantized("bfloat16"))
+
+
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+@pytest.mark.parametrize("place", [(0, 0), (47, 255), (20, 100)])
+def test_fp8_with_nan_is_not_packed(monkeypatch, bits, place):
+    monkeypatch.setattr(packing, "ON_DEVICE", 16 * SHAPE[1])
+    weight = fp8((128, 128))
+    weight.quantized_values.stored.view(np.uint8)[place] = bits
+    assert packed_parts([weight], "bfloat16") is None
+
+
+def test_every_number_of_fp8_is_packed():
+    weight = fp8((128, 128))
+    numbers = [bits for bits in range(256) if bits & 0x7F != 0x7F]
+    weight.quantized_values.stored.view(np.uint8)[...] = np.resize(numbers, SHAPE)
+    for dtype in ("float16", "bfloat16"):
+        check_values(packed_weight(weight, dtype), weight.dequantized(dtype))
+
+
+def test_fp8_that_the_dtype_cannot_hold_is_not_packed():
+    weight = fp8((128, 128))
+    large = replace(weight, scales=replace(weight.scales, factor=2e6))
+    assert packed_parts([large], "float16") is None
+    check_values(packed_weight(large, "bfloat16"), large.dequantized("bfloat16"))
+
+
+@pytest.mark.parametrize("case", ["gptq", "Q8_0", "rounded int4", "awq", "FP8, blocks"])
 def test_rows_of_a_fused_tensor(case):
     weight = PACKED[case][0]()
     parts = [slice(8, 24), slice(32, 48)]
@@ -237,7 +304,7 @@ def test_rows_of_a_fused_tensor(case):
     check_values(packed_parts([weight.rows(some) for some in parts], "float16"), expected)
 
 
-@pytest.mark.parametrize("case", ["gptq", "Q8_0", "rounded int4", "awq"])
+@pytest.mark.parametrize("case", ["gptq", "Q8_0", "rounded int4", "awq", "FP8, blocks"])
 def test_rows_in_another_order(case):
     weight, order = PACKED[case][0](), [17, 3, 40, 41, 2, 0, 39, 18, 1]
     check_values(packed_weight(weight.rows(order), "float16"), weight.dequantized("float16")[order])
@@ -257,6 +324,12 @@ class TestJoined:
         check_values(joined(self.weights(*both)), np.concatenate([one.dequantized("bfloat16") for one in both]))
         both = [gptq(bits=8), gptq(bits=8, symmetric=True)]
         check_values(joined(self.weights(*both)), np.concatenate([one.dequantized("bfloat16") for one in both]))
+
+    def test_some_have_scales_of_rows(self):
+        whole = fp8((24, 64))
+        parts = self.weights(whole.rows(slice(0, 16)), whole.rows(slice(16, 48)))
+        assert [part.scales.shape[2] for part in parts] == [1, 8]
+        check_values(joined(parts), whole.dequantized("bfloat16"))
 
     @pytest.mark.parametrize(
         "other",
@@ -280,7 +353,7 @@ class TestStack:
         for one, expected in zip(found, matrices, strict=True):
             check_values(one, expected)
 
-    @pytest.mark.parametrize("case", ["mxfp4", "gptq", "rounded int8", "Q4_0"])
+    @pytest.mark.parametrize("case", ["mxfp4", "gptq", "rounded int8", "Q4_0", "FP8, blocks"])
     def test_matrices_follow_each_other(self, case):
         weight = PACKED[case][0]()
         rows = [weight.rows(slice(first, first + 16)) for first in (0, 16, 32)]

@@ -79,7 +79,7 @@ def test_values_are_those_of_the_host_in_several_threads(monkeypatch):
     check(dequantized(weight, torch.float16, Upload(torch.device("cpu"))), weight.dequantized("float16"))
 
 
-@pytest.mark.parametrize("case", ["Q4_0", "Q8_0", "mxfp4", "awq", "gptq", "compressed int4, zero points", "FP8"])
+@pytest.mark.parametrize("case", ["Q4_0", "Q8_0", "mxfp4", "awq", "gptq", "compressed int4, zero points", "FP8, blocks"])
 @pytest.mark.parametrize("rows", [slice(3, 4), slice(5, 47), slice(8, 8 + 16), [40, 3, 3, 47, 0]], ids=str)
 def test_some_rows(case, rows):
     weight, upload = WEIGHTS[case](), Upload(torch.device("cpu"))

@@ -19,7 +19,7 @@ from trt_kvcache.model.tensor_shapes import embedding_name, looked_up_tensors, t
 from trt_kvcache.model.weight_parts import exact_tensors
 
 #: Kinds of quantized values that the engine keeps packed, and the largest share that its layout adds to them.
-_PACKED_KINDS, _PADDING = frozenset({"int4", "uint4", "int8", "uint8"}), 0.03
+_PACKED_KINDS, _PADDING = frozenset({"int4", "uint4", "int8", "uint8", "e4m3"}), 0.03
 
 #: FP4 is kept packed in this format only.
 _PACKED_FP4 = "MXFP4"

@@ -149,9 +149,7 @@ def _launch(
     if isinstance(weight, PackedTensors):
         source = packed_variant_name(PACKED_EXPERT_SOURCE, x.dtype, TILE_ROWS, weight.kind, weight.scales.dtype)
         name = f"packed_{name}" if weight.zero_points is None else f"packed_zero_points_{name}"
-        matrices = (weight.values.ptr, weight.scales.ptr, address(weight.zero_points))
-        groups = (weight.scales.shape[1], weight.group_shift)
-        arguments: tuple[Any, ...] = (x.ptr, *matrices, *of_rows, *sizes, *groups)
+        arguments: tuple[Any, ...] = (x.ptr, *weight.pointers, *of_rows, *sizes, *weight.numbers)
     else:
         source = variant_name(EXPERT_SOURCE, x.dtype, TILE_ROWS)
         arguments = (x.ptr, weight.ptr, *of_rows, *sizes)

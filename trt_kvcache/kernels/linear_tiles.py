@@ -20,8 +20,8 @@ _MIN_BUSY_SHARE = 0.95
 TILE_ROWS, FRAGMENT_INPUTS = 8, 64
 
 #: Packed weights: their types in the source, and bits of each.
-PACKED_TYPES = {"int4": "Int4", "int8": "Int8", "e2m1": "E2m1"}
-PACKED_BITS = {"int4": 4, "int8": 8, "e2m1": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+PACKED_TYPES = {"int4": "Int4", "int8": "Int8", "e2m1": "E2m1", "e4m3": "Float8"}
+PACKED_BITS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 
 #: The same for weights in super-blocks.
 SUPER_BLOCK_TYPES = {"q4_k": "Q4K", "q5_k": "Q5K", "q6_k": "Q6K"}
@@ -71,7 +71,7 @@ def linear_tiles(rows: int, arch: str, packed: str | None = None) -> LinearTiles
     """Return the sizes for rows of :data:`ROW_COUNTS` on an architecture such as ``"sm_90"``; ``packed``: a key of :data:`PACKED_BITS`."""
     return LinearTiles(
         warps=16,
-        loads=4 if packed not in (None, "int8") and rows > TILE_ROWS else 8,  # with scales, 8 would spill registers
+        loads=4 if packed is not None and PACKED_BITS[packed] < 8 and rows > TILE_ROWS else 8,  # with scales, 8 would spill registers
         blocks_per_sm=1,
         large_percent=97,
         prefetched_kib=32 if arch_number(arch) >= MIN_PDL_ARCH else 0,

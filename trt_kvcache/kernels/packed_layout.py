@@ -1,8 +1,9 @@
 """Places of packed weights in memory, as ``plugins/linear/packed_values.cuh`` reads them.
 
-A fragment has 16 outputs and 64 inputs, ``int4`` and ``e2m1`` in 512 bytes, ``int8`` in 1024; the fragments of 16 outputs are contiguous.
-A lane has 16 bytes of a fragment, in ``int8`` 16 for each half of the inputs: lane ``4g + t`` has outputs g and g + 8, and of each half the
-inputs ``8t`` to ``8t + 7``. Scales and zero points are ``[tiles of 16 outputs, groups, g, 2]``: of outputs g and g + 8. Padding is zeros.
+A fragment has 16 outputs and 64 inputs, in 512 bytes with 4 bits a value and 1024 with 8; the fragments of 16 outputs are contiguous.
+A lane has 16 bytes of a fragment, with 8 bits 16 for each half of the inputs: lane ``4g + t`` has outputs g and g + 8, and of each half the
+inputs ``8t`` to ``8t + 7``. Scales and zero points are ``[tiles of 16 outputs, groups, g, 2]``: of outputs g and g + 8. Scales of
+``e4m3`` that the outputs of each tile share are ``[tiles, groups, 1, 2]``, each twice. Padding is zeros.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.kernels.linear_tiles import PACKED_BITS
+
 Array = npt.NDArray[Any]
 
 #: Outputs and inputs of a fragment, and inputs of half of one.
@@ -22,19 +25,20 @@ FRAGMENT_OUTPUTS, FRAGMENT_INPUTS, HALF_INPUTS = 16, 64, 32
 ONE_GROUP = 30
 
 #: The zero point of weights that have none: int4 is stored as 0 to 15.
-MIDDLES = {"int4": 8, "int8": 0, "e2m1": 0}
+MIDDLES = {"int4": 8, "int8": 0, "e2m1": 0, "e4m3": 0}
 
 #: Bytes of a fragment.
-FRAGMENT_NBYTES = {"int4": 512, "int8": 1024, "e2m1": 512}
+FRAGMENT_NBYTES = {kind: FRAGMENT_OUTPUTS * FRAGMENT_INPUTS * PACKED_BITS[kind] // 8 for kind in MIDDLES}
 
 #: Dimensions of the bytes of a fragment. Of 4 bits: g, t, row, half, the odd or even inputs, two bytes; each has two nibbles, a last
-#: dimension. int8: half, g, t, row, input. After tiles and fragments before them, their order in ``[tiles, row, g, fragments, half, t,
+#: dimension. Of 8 bits: half, g, t, row, input. After tiles and fragments before them, their order in ``[tiles, row, g, fragments, half, t,
 #: inputs]``.
 STORED_SHAPES: dict[str, tuple[int, ...]] = {"int4": (8, 4, 2, 2, 2, 2), "int8": (2, 8, 4, 2, 8)}
 TO_ROWS: dict[str, tuple[int, ...]] = {"int4": (0, 4, 2, 1, 5, 3, 7, 8, 6), "int8": (0, 5, 3, 1, 2, 4, 6)}
-STORED_SHAPES["e2m1"], TO_ROWS["e2m1"] = STORED_SHAPES["int4"], TO_ROWS["int4"]
+for _kind, _like in (("e2m1", "int4"), ("e4m3", "int8")):
+    STORED_SHAPES[_kind], TO_ROWS[_kind] = STORED_SHAPES[_like], TO_ROWS[_like]
 
-_VALUE_DTYPES: dict[str, Any] = {"int4": np.uint8, "int8": np.int8, "e2m1": ml_dtypes.float4_e2m1fn}
+_VALUE_DTYPES: dict[str, Any] = {"int4": np.uint8, "int8": np.int8, "e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 def count_tiles(outputs: int) -> int:
@@ -49,9 +53,9 @@ def count_groups(inputs: int, group_shift: int) -> int:
 
 
 def unpack_values(packed: Array, kind: str, shape: tuple[int, int]) -> Array:
-    """Return the quantized values ``[outputs, inputs]`` of packed bytes, as uint8, int8 or e2m1."""
+    """Return the quantized values ``[outputs, inputs]`` of packed bytes, as uint8, int8, e2m1 or e4m3."""
     stored = packed.reshape(len(packed), packed.shape[1] // FRAGMENT_NBYTES[kind], *STORED_SHAPES[kind])
-    if kind != "int8":
+    if PACKED_BITS[kind] == 4:
         stored = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)
     whole = stored.transpose(TO_ROWS[kind]).reshape(len(packed) * FRAGMENT_OUTPUTS, -1)
     values: Array = whole[: shape[0], : shape[1]].view(_VALUE_DTYPES[kind])
@@ -60,5 +64,6 @@ def unpack_values(packed: Array, kind: str, shape: tuple[int, int]) -> Array:
 
 def unpack_rows(packed: Array, outputs: int) -> Array:
     """Return scales or zero points ``[outputs, groups]`` of tiles."""
-    rows: Array = packed.transpose(0, 3, 2, 1).reshape(len(packed) * FRAGMENT_OUTPUTS, packed.shape[1])[:outputs]
+    whole = np.broadcast_to(packed, (*packed.shape[:2], FRAGMENT_OUTPUTS // 2, 2))
+    rows: Array = whole.transpose(0, 3, 2, 1).reshape(len(packed) * FRAGMENT_OUTPUTS, packed.shape[1])[:outputs]
     return rows

@@ -52,12 +52,12 @@ class PackedTensors:
 
     # The layout is that of ``packed_layout.py``; of a stack of matrices the tiles follow each other, see ``expert_kernels.py``.
     # On a GPU weights are read before earlier launches on the stream have ended: none of them may still write them.
-    kind: str  # "int4", "int8", or "e2m1" with scales e8m0
+    kind: str  # "int4", "int8", "e4m3" without NaN, or "e2m1" with scales e8m0; the last two without zero points
     outputs: int
     inputs: int
     group_shift: int
     values: DeviceTensor  # uint8 [tiles, bytes]
-    scales: DeviceTensor  # [tiles, groups, 8, 2] in a dtype of scale_dtypes()
+    scales: DeviceTensor  # [tiles, groups, 8, 2], or of e4m3 [tiles, groups, 1, 2] for all outputs of a tile; a dtype of scale_dtypes()
     zero_points: DeviceTensor | None  # uint8 or int8 [tiles, groups, 8, 2]
 
     @property
@@ -73,7 +73,7 @@ class PackedTensors:
     @property
     def numbers(self) -> tuple[int, ...]:
         """See :class:`PackedMatrix`."""
-        return self.scales.shape[1], self.group_shift
+        return self.scales.shape[1], self.group_shift, self.scales.shape[2]
 
     def variant(self, dtype: str, rows: int) -> str:
         """See :class:`PackedMatrix`."""

@@ -14,7 +14,7 @@ from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
-from trt_kvcache.torch_engine.packed_places import unpack_rows, unpack_values
+from trt_kvcache.torch_engine.packed_places import by_row, unpack_rows, unpack_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,9 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     formats = {(part.kind, part.inputs, part.group_shift, part.scales.dtype) for part in parts}
     if len(formats) > 1 or any(part.outputs % FRAGMENT_OUTPUTS for part in parts):
         return None
+    scales = [part.scales for part in parts]
+    if len({one.shape[2] for one in scales}) > 1:
+        scales = [by_row(one) for one in scales]
     has_zero_points = any(part.zero_points is not None for part in parts)
     return PackedWeight(
         dtype=first.dtype,
@@ -78,7 +81,7 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
         inputs=first.inputs,
         group_shift=first.group_shift,
         values=torch.cat([part.values for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
+        scales=torch.cat(scales),
         zero_points=torch.cat([_zero_points(part) for part in parts]) if has_zero_points else None,
     )
 
@@ -88,4 +91,4 @@ def _zero_points(weight: PackedWeight) -> torch.Tensor:
     if weight.zero_points is not None:
         return weight.zero_points
     dtype = torch.uint8 if weight.kind == "int4" else torch.int8
-    return torch.full(weight.scales.shape, MIDDLES[weight.kind], dtype=dtype, device=weight.scales.device)
+    return torch.full(by_row(weight.scales).shape, MIDDLES[weight.kind], dtype=dtype, device=weight.scales.device)

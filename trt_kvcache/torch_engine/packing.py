@@ -25,17 +25,23 @@ from trt_kvcache.kernels.packed_layout import (
 )
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.torch_engine.packed_places import pack_rows, pack_values
+from trt_kvcache.torch_engine.packed_places import by_tile, pack_rows, pack_values
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.rounding import round_rows
 from trt_kvcache.torch_engine.upload import Upload
 from trt_kvcache.torch_engine.uploaded_rows import ON_DEVICE, UploadedRows, joined_rows
 
 #: By kind of quantized value: packed kind, and what is added to values and zero points.
-_KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128), "e2m1": ("e2m1", 0)}
+_KINDS = {
+    **{"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128)},
+    **{"e2m1": ("e2m1", 0), "e4m3": ("e4m3", 0)},
+}
 
-_RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6)}
-_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "e2m1": torch.uint8}
+_RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6), "e4m3": (-448, 448)}
+_DTYPES = {"int4": torch.uint8, "int8": torch.int8}
+
+#: Bits of a NaN of e4m3 without its sign. The kernels for GPUs before sm_89 take it for a number.
+_NAN = 0x7F
 
 
 def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, memory: Memory) -> PackedWeight | None:
@@ -55,17 +61,20 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
     if len(parts) > 1 or first.row_order is not None:  # heads, whose rows may end within a tile, or rows that are stored apart
         whole = joined_rows([UploadedRows.of(part, upload) for part in parts])
     of_groups: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    are_nan: list[torch.Tensor] = []
 
     def read(rows: slice) -> torch.Tensor:
         some = UploadedRows.of(first.rows(rows), upload) if whole is None else whole[rows]
         of_groups.append((some.scales, some.zero_points))
+        if kind == "e4m3":
+            are_nan.append((some.values & _NAN == _NAN).any())
         return some.values + added if added else some.values
 
     values = _packed_values(outputs, inputs, kind, read, upload.device)
     scales = torch.cat([scales for scales, _ in of_groups])
     zero_points = _zero_points([found for _, found in of_groups if found is not None], scales, kind, added)
     stored_scales = _stored_scales(scales, kind, _scales_dtypes(first, dtype))
-    if stored_scales is None or not _can_hold(dtype, kind, scales, zero_points):
+    if stored_scales is None or not _can_hold(dtype, kind, scales, zero_points) or any(are_nan):
         return None
     return PackedWeight(
         dtype=getattr(torch, dtype),
@@ -75,7 +84,7 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
         inputs=inputs,
         group_shift=shift,
         values=values,
-        **_of_groups(stored_scales, zero_points, count_groups(inputs, shift)),
+        **_of_groups(stored_scales, zero_points, count_groups(inputs, shift), are_shared=kind == "e4m3"),
     )
 
 
@@ -114,7 +123,7 @@ def rounded_weight(
         inputs=inputs,
         group_shift=shift,
         values=packed,
-        **_of_groups(stored_scales, None, count_groups(inputs, shift)),
+        **_of_groups(stored_scales, None, count_groups(inputs, shift), are_shared=False),
     )
 
 
@@ -146,17 +155,24 @@ def _can_hold(dtype: str, kind: str, scales: torch.Tensor, zero_points: torch.Te
     return bool(largest.to(getattr(torch, dtype)).isfinite().all())
 
 
-def _of_groups(scales: torch.Tensor, zero_points: torch.Tensor | None, groups: int) -> dict[str, torch.Tensor | None]:
+def _of_groups(scales: torch.Tensor, zero_points: torch.Tensor | None, groups: int, *, are_shared: bool) -> dict[str, torch.Tensor | None]:
     """Return scales, and zero points if there are any, as the kernels take them; ``groups``: with those of padding."""
-    return {"scales": pack_rows(scales, groups), "zero_points": None if zero_points is None else pack_rows(zero_points, groups)}
+    of_rows = pack_rows(scales, groups)
+    return {
+        "scales": by_tile(of_rows, len(scales)) if are_shared else of_rows,
+        "zero_points": None if zero_points is None else pack_rows(zero_points, groups),
+    }
 
 
 def _scales_dtypes(weight: QuantizedWeight, dtype: str) -> Sequence[str]:
-    """Return the dtypes of scales to try: the one of 16 bits in the file alone, if the kernels know it, as it holds all of them."""
+    """Return the dtypes of scales to try: the one of 16 bits in the file alone, if the kernels know it, as it holds all of them.
+
+    Others of FP8 are not tried: single scales fit into 16 bits by chance, and q, k and v with scales of several dtypes cannot be joined.
+    """
     scales, dtypes = weight.scales, SCALE_DTYPES[dtype]
-    if scales.factor != 1 or scales.divisor != 1:
-        return dtypes
-    return [name for name in dtypes[:-1] if numpy_dtype(name) == scales.stored.dtype] or dtypes
+    is_exact = scales.factor == scales.divisor == 1
+    of_file = [name for name in dtypes[:-1] if is_exact and numpy_dtype(name) == scales.stored.dtype]
+    return of_file or ([] if weight.quantized_values.kind == "e4m3" else dtypes)
 
 
 def _stored_scales(scales: torch.Tensor, kind: str, dtypes: Sequence[str]) -> torch.Tensor | None:
