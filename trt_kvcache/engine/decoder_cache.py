@@ -39,15 +39,15 @@ def decoder_cache_config(
 ) -> DecoderCacheConfig:
     """Return the cache of any model. States have two buffers: a step that is not committed leaves the states before it.
 
-    Conv states are in ``dtype``, K and V too unless they are quantized; recurrent states are float32.
+    Conv states are in ``dtype``, K and V too unless they are quantized; recurrent states are float32. A layer that stores both K and V and
+    states is two layers of the cache, K and V first.
     """
     sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
     if not model.recurrent_layers:
         return cache_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized)
-    kinds = [
-        LayerType.ATTENTION if index in model.kv_indices else LayerType.MAMBA
-        for index in sorted((*model.kv_indices, *model.recurrent_indices))
-    ]
+    kinds: list[LayerType] = []
+    for index in range(model.num_layers):
+        kinds += [LayerType.ATTENTION] * (index in model.kv_indices) + [LayerType.MAMBA] * (index in model.recurrent_indices)
     kv = _kv_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized) if model.kv_layers else None
     return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, **sizes, dtype=dtype))
 
