@@ -32,6 +32,15 @@ __device__ __forceinline__ float2 unpack(BFloat16, unsigned word) {
     return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
 }
 
+// Element i of a word, twice: an instruction on pairs selects it itself.
+__device__ __forceinline__ unsigned twice(unsigned word, int i) {
+    unsigned first, second;
+    asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; mov.b32 %0, {x, x}; mov.b32 %1, {y, y};}"
+        : "=r"(first), "=r"(second)
+        : "r"(word));
+    return i ? second : first;
+}
+
 // a * b + c of two elements each, rounded once.
 __device__ __forceinline__ unsigned multiply_add(Float16, unsigned a, unsigned b, unsigned c) {
     unsigned word;

@@ -10,6 +10,7 @@
 template <bool kHasZeroPoints>
 struct GroupedMatrix : PackedMatrix {
     using Fragment = PackedFragment<kHasZeroPoints>;
+    static constexpr bool kKeepsOrder = !kIsSame<Scale, Float32>;  // there are no registers for it with these
     static constexpr int kVectors = ::kVectors, kFragmentBytes = ::kFragmentBytes;
 };
 

@@ -34,17 +34,14 @@ public:
 
     __device__ __forceinline__ void begin(int expert, int tile) {
 #pragma unroll
-        for (int x = 0; x < kTiles; x++) {
-            firsts_[x] = params_.weight.first_fragment(weight_tile(expert, tile, x));
-            rows_[x] = params_.weight.first_row(weight_tile(expert, tile, x));
-        }
+        for (int x = 0; x < kTiles; x++) starts_[x] = params_.weight.start(weight_tile(expert, tile, x));
     }
 
     // `input`: the first one of the lane. Behind the last input, finite weights.
     __device__ __forceinline__ void load(Fragment& fragment, int input) const {
 #pragma unroll
         for (int x = 0; x < kTiles; x++)
-            params_.weight.load(fragment.tiles[x], firsts_[x], rows_[x], input / kFragmentInputs, policy_);
+            params_.weight.load(fragment.tiles[x], starts_[x], input / kFragmentInputs, 0, policy_);
     }
 
     // A line of a fragment for each lane.
@@ -52,8 +49,8 @@ public:
         constexpr int kLine = 128, kLines = kFragmentBytes / kLine;
         const int lane = threadIdx.x % 32;
         if (lane >= kTiles * kLines) return;
-        const int first = params_.weight.first_fragment(weight_tile(expert, tile, lane / kLines));
-        prefetch_l2_line(params_.weight.fragment_at(first + input / kFragmentInputs) + lane % kLines * kLine);
+        prefetch_l2_line(params_.weight.fragments_of(weight_tile(expert, tile, lane / kLines))
+                         + static_cast<long long>(input / kFragmentInputs) * kFragmentBytes + lane % kLines * kLine);
     }
 
 private:
@@ -66,7 +63,7 @@ private:
 
     const Params& params_;
     const L2Policy policy_;
-    int firsts_[kTiles], rows_[kTiles];  // starts of fragments and of scales
+    PackedMatrix::Start starts_[kTiles];
 };
 
 #define ARGUMENTS \

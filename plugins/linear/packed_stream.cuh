@@ -28,6 +28,7 @@ public:
     static constexpr bool kSkipsEmpty = true;
     static constexpr int kTiles = kTileCount;
     static constexpr int kDepth = kLoads / kFragmentLoads < kMaxDepth ? kLoads / kFragmentLoads : kMaxDepth;
+    static constexpr bool kKeepsOrder = Matrix::kKeepsOrder && kDepth > 2;
     static constexpr int kInputsAhead = 1, kGroupInputs = kDepth * kStepInputs;
 
     __device__ __forceinline__ PackedStream(const Params& params, int)
@@ -38,7 +39,7 @@ public:
     __device__ __forceinline__ void load(Fragment& fragment, int step) const {
 #pragma unroll
         for (int x = 0; x < kTiles; x++)
-            params_.weight.load(fragment.tiles[x], firsts_[x], rows_[x], fragment_ + step * kWarps, policy_);
+            params_.weight.load(fragment.tiles[x], starts_[x], fragment_, step * kWarps, policy_);
     }
 
     __device__ __forceinline__ void next_group() {
@@ -57,8 +58,8 @@ public:
         for (int step = 0; step < params_.prefetched_steps; step++) {
             const int at = fragment_ + (kDepth + step) * kWarps;
             if (at >= params_.weight.fragments) return;
-            const int first = params_.weight.first_fragment(weight_tile(lane / kLines));
-            prefetch_l2_line(params_.weight.fragment_at(first + at) + lane % kLines * kLine);
+            prefetch_l2_line(params_.weight.fragments_of(weight_tile(lane / kLines))
+                             + static_cast<long long>(at) * Matrix::kFragmentBytes + lane % kLines * kLine);
         }
     }
 
@@ -66,10 +67,7 @@ private:
     __device__ __forceinline__ void begin_tile() {
         fragment_ = tile_ < params_.tiles ? static_cast<int>(threadIdx.x) / 32 : params_.weight.fragments;
 #pragma unroll
-        for (int x = 0; x < kTiles; x++) {
-            firsts_[x] = params_.weight.first_fragment(weight_tile(x));
-            rows_[x] = params_.weight.first_row(weight_tile(x));
-        }
+        for (int x = 0; x < kTiles; x++) starts_[x] = params_.weight.start(weight_tile(x));
     }
 
     // Of 16 outputs of the tile: gate and up, or neighbours. There is always one, also after the last tile.
@@ -82,8 +80,8 @@ private:
     const Params& params_;
     const L2Policy policy_;
     int tile_;
-    int fragment_;                       // the next one of this warp in the tile
-    int firsts_[kTiles], rows_[kTiles];  // starts of fragments and of scales
+    int fragment_;  // the next one of this warp in the tile
+    typename Matrix::Start starts_[kTiles];
 };
 
 __device__ __forceinline__ int fragments_of(long long inputs) {
@@ -100,7 +98,7 @@ __device__ __forceinline__ void dequantize(const Matrix& weight, unsigned short*
 #pragma unroll 1
     for (int at = static_cast<int>(threadIdx.x) / 32; at < weight.fragments; at += kWarps) {
         typename Matrix::Fragment fragment;
-        weight.load(fragment, weight.first_fragment(tile), weight.first_row(tile), at, policy);
+        weight.load(fragment, weight.start(tile), at, 0, policy);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const long long input = at * kFragmentInputs + half * kHalfInputs + lane % 4 * 8;

@@ -5,13 +5,16 @@
 // inputs, the 8 that the lane multiplies. Their places in words are such that one mask gives two neighbours:
 //
 //     Int4   one vector: word 2i + h has row g + 8i of half h. Inputs 2k and 2k + 1 of the 8 are nibbles k and k + 4, 0
-//            to 15. As the mantissa of 1024 (float16) or 128 (bfloat16) they are elements
+//            to 15. A shift by 8 brings nibbles 2, 3, 6 and 7 to the places of the others, where they are elements. For
+//            float16 they are the last bits of the mantissa of 1024, or 16 times as large. For bfloat16 nothing is added:
+//            bits up to 0x00FF count the smallest subnormal number, 2^-133. Times 2^127, or 2^123, they are 64 times too
+//            small, so scales are multiplied with 64, which is exact below 2^122
 //     E2m1   the same nibbles, of a sign, two bits of an exponent and one of a mantissa. In their places in an element they
 //            are 2^14 (float16) or 2^126 (bfloat16) times too small, as subnormal numbers too
 //     Int8   a vector for each half: words 2i and 2i + 1 have row g + 8i, four inputs each, in order
 //
 // The difference is exact in an element, for it has at most 8 bits. So is its product with a scale in a fused
-// multiply-add that rounds once:
+// multiply-add that rounds once; a power of two in one factor and its inverse in the other do not change it:
 //
 //     Scale is Element          one product of two elements; the same for E8m0 with BFloat16
 //     Float16, for BFloat16     4 bits: the scale is the sum of two elements of 8 and 3 bits. The product with the second
@@ -46,31 +49,32 @@ constexpr unsigned kMinusZero = 0x80008000, kSigns = 0x80008000;
 template <class Type, class From>
 constexpr unsigned kUnit = 0x3F803F80;
 template <>
-constexpr unsigned kUnit<Float16, Int4> = 0x3C003C00;
-template <>
 constexpr unsigned kUnit<Float16, Int8> = 0x3C003C00;
 template <>
 constexpr unsigned kUnit<BFloat16, E2m1> = 0x7E807E80;
 template <>
 constexpr unsigned kUnit<Float16, E2m1> = 0x74007400;
 
-// 1024 or 128, whose last bits have room for 4 bits.
-template <class Type>
-constexpr unsigned kNibbleBase = 0x43004300;
+// The same for nibbles of Int4 in bits 4n to 4n + 3 of an element that has the bits of nibble_base: 1024, or none. An
+// instruction has room for one constant, which is the mask; threadIdx.y is 0, but the compiler does not know.
+__device__ __forceinline__ unsigned nibble_base(Float16) { return 0x64006400 | threadIdx.y; }
+__device__ __forceinline__ unsigned nibble_base(BFloat16) { return 0; }
+__device__ __forceinline__ unsigned nibble_unit(Float16, int n) { return n ? 0x2C002C00 : 0x3C003C00; }  // 2^-4, 1
+__device__ __forceinline__ unsigned nibble_unit(BFloat16, int n) {
+    return n ? 0x7D007D00 : 0x7F007F00;
+}  // 2^123, 2^127
+
+// The factor by which differences are too small: scales are multiplied with it.
+template <class Type, class From>
+constexpr int kScaleUnit = 1;
 template <>
-constexpr unsigned kNibbleBase<Float16> = 0x64006400;
+constexpr int kScaleUnit<BFloat16, Int4> = 64;
 
 __device__ __forceinline__ unsigned word_of(const uint4& vector, int index) {
     return index < 2 ? (index == 0 ? vector.x : vector.y) : (index == 2 ? vector.z : vector.w);
 }
 
 // Eight quantized values of row g + 8i of a half, in order, plus a number that minus_zero_point takes away again.
-template <class Type>
-__device__ __forceinline__ uint4 quantized_values(Type, Int4, const uint4 (&vectors)[1], int i, int half) {
-    const unsigned word = word_of(vectors[0], 2 * i + half);
-    const auto pair = [=](int k) { return (word >> (4 * k) & 0x000F000F) | kNibbleBase<Type>; };
-    return {pair(0), pair(1), pair(2), pair(3)};
-}
 template <class Type>
 __device__ __forceinline__ uint4 quantized_values(Type, E2m1, const uint4 (&vectors)[1], int i, int half) {
     constexpr int kShift =
@@ -92,21 +96,46 @@ __device__ __forceinline__ uint4 quantized_values(Type, Int8, const uint4 (&vect
 
 // Minus a zero point, and minus that number: two equal elements. zero_point: its byte.
 template <class Type>
-__device__ __forceinline__ unsigned minus_zero_point(Type, Int4, unsigned zero_point) {
-    return (zero_point * 0x00010001 | kNibbleBase<Type>)^kSigns;
-}
-template <class Type>
 __device__ __forceinline__ unsigned minus_zero_point(Type, Int8, unsigned zero_point) {
     return widen_in_order(Type{}, Int8{}, zero_point * 0x01010101).x ^ kSigns;
 }
-
 template <class Type>
 __device__ __forceinline__ unsigned minus_zero_point(Type, E2m1, unsigned) {
     return kMinusZero;
 }
+// The same for nibbles in bits 4n to 4n + 3. zero_points: the bytes of rows g and g + 8, of which i chooses one.
+__device__ __forceinline__ unsigned minus_zero_point(Float16, unsigned zero_points, int i, int n) {
+    const unsigned both = __byte_perm(zero_points, 0, 0x4140);
+    return twice(n ? both << 4 | 0xD400D400 : both | 0xE400E400, i);  // the last bits of the mantissa of -64 or -1024
+}
+__device__ __forceinline__ unsigned minus_zero_point(BFloat16, unsigned zero_points, int i, int) {
+    const unsigned both = __byte_perm(zero_points, 0, 0x4140), minus_unit = nibble_unit(BFloat16{}, 0) ^ kSigns;
+    return twice(multiply_add(BFloat16{}, both, minus_unit, kMinusZero), i);
+}
 
-// The zero point of weights that have none.
-constexpr unsigned kMiddle = kIsSame<Stored, Int4> ? 8 : 0;
+// The zero points of weights that have none.
+constexpr unsigned kMiddles = kIsSame<Stored, Int4> ? 0x0808 : 0;
+
+// Eight quantized values of row g + 8i of a half, in order, minus their zero point, divided by kScaleUnit. zero_points:
+// the bytes of rows g and g + 8.
+template <class Type, class From>
+__device__ __forceinline__ uint4 differences(Type, From, const uint4 (&vectors)[kVectors], unsigned zero_points, int i,
+                                             int half) {
+    const uint4 values = quantized_values(Type{}, From{}, vectors, i, half);
+    const unsigned minus = minus_zero_point(Type{}, From{}, zero_points >> (8 * i) & 0xFF);
+    const auto difference = [=](unsigned pair) { return multiply_add(Type{}, pair, kUnit<Type, From>, minus); };
+    return {difference(values.x), difference(values.y), difference(values.z), difference(values.w)};
+}
+template <class Type>
+__device__ __forceinline__ uint4 differences(Type, Int4, const uint4 (&vectors)[1], unsigned zero_points, int i,
+                                             int half) {
+    const unsigned low = word_of(vectors[0], 2 * i + half), high = low >> 8;
+    const auto difference = [=](unsigned word, int n) {
+        const unsigned pair = (word & 0x000F000F << 4 * n) | nibble_base(Type{});
+        return multiply_add(Type{}, pair, nibble_unit(Type{}, n), minus_zero_point(Type{}, zero_points, i, n));
+    };
+    return {difference(low, 0), difference(low, 1), difference(high, 0), difference(high, 1)};
+}
 
 // Scales of rows g and g + 8, as they are loaded.
 template <class Type>
@@ -114,7 +143,7 @@ struct RowScales {
     unsigned words;
 
     // The scale of row g + 8i, twice, and as a float.
-    __device__ __forceinline__ unsigned pair(int i) const { return __byte_perm(words, 0, i ? 0x3232 : 0x1010); }
+    __device__ __forceinline__ unsigned pair(int i) const { return twice(words, i); }
     __device__ __forceinline__ float value(int i) const {
         const float2 both = unpack(Type{}, words);
         return i ? both.y : both.x;
@@ -147,19 +176,21 @@ template <class Type>
 class Scaling {
     static constexpr bool kIsOwn = kIsSame<Type, Element> || (kIsSame<Type, E8m0> && kIsSame<Element, BFloat16>),
                           kIsSplit = !kIsOwn && kIsSame<Type, Float16> && kIsSame<Stored, Int4>;
+    static constexpr int kTimes = kScaleUnit<Element, Stored>;
 
 public:
     __device__ __forceinline__ Scaling(const RowScales<Type>& scales, int i) {
-        if constexpr (kIsOwn) {
+        if constexpr (kIsOwn && kTimes == 1) {
             high_ = scales.pair(i);
+        } else if constexpr (kIsOwn) {
+            high_ = twice(times_64(scales.words), i);
+        } else if constexpr (kIsSplit) {  // the first 8 bits and the last 3 are bfloat16 without rounding
+            const unsigned first = scales.words & 0xFFF8FFF8,
+                           others = multiply_add(Float16{}, first, 0xBC00BC00, scales.words);
+            high_ = twice(times_64(exact_bfloat16(first)), i);
+            low_ = twice(times_64(exact_bfloat16(others)), i);
         } else {
-            factor_ = scales.value(i);
-            if constexpr (kIsSplit) {  // the first 8 bits and the others are bfloat16 without rounding
-                const unsigned first = __float_as_uint(factor_) & 0xFFFF0000,
-                               others = __float_as_uint(factor_ - __uint_as_float(first));
-                high_ = __byte_perm(first, 0, 0x3232);
-                low_ = __byte_perm(others, 0, 0x3232);
-            }
+            factor_ = scales.value(i) * kTimes;
         }
     }
 
@@ -175,6 +206,15 @@ public:
     }
 
 private:
+    static __device__ __forceinline__ unsigned times_64(unsigned pair) {
+        return multiply_add(BFloat16{}, pair, 0x42804280, kMinusZero);
+    }
+    // Of two of float16 that are bfloat16 without rounding.
+    static __device__ __forceinline__ unsigned exact_bfloat16(unsigned pair) {
+        const float2 values = unpack(Float16{}, pair);
+        return __byte_perm(__float_as_uint(values.x), __float_as_uint(values.y), 0x7632);
+    }
+
     unsigned high_, low_;
     float factor_;
 };
@@ -188,14 +228,10 @@ struct PackedFragment {
 
     // The weights of row g + 8i of a half.
     __device__ __forceinline__ uint4 elements(int i, int half) const {
-        const uint4 values = quantized_values(Element{}, Stored{}, vectors, i, half);
-        const unsigned zero_point = kHasZeroPoints ? zero_points[half] >> (8 * i) & 0xFF : kMiddle;
-        const unsigned minus = minus_zero_point(Element{}, Stored{}, zero_point);
+        const uint4 exact =
+            differences(Element{}, Stored{}, vectors, kHasZeroPoints ? zero_points[half] : kMiddles, i, half);
         const Scaling<Scale> scaling(scales[half], i);
-        const auto weights = [&](unsigned pair) {
-            return scaling.of(multiply_add(Element{}, pair, kUnit<Element, Stored>, minus));
-        };
-        return {weights(values.x), weights(values.y), weights(values.z), weights(values.w)};
+        return {scaling.of(exact.x), scaling.of(exact.y), scaling.of(exact.z), scaling.of(exact.w)};
     }
 };
 
@@ -205,31 +241,48 @@ struct PackedMatrix {
     int fragments;            // of 64 inputs, of an output
     int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
 
-    // Starts of the fragments, and of the scales of row g, of 16 outputs.
-    __device__ __forceinline__ int first_fragment(int tile) const { return tile * fragments; }
-    __device__ __forceinline__ int first_row(int tile) const {
-        return tile * groups * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+    // Of 16 outputs, the part of a lane: of the first fragment, and the scales of row g of the first two groups, or twice
+    // of the first one if fragments are not divided. And row g of the first group.
+    struct Start {
+        const unsigned char* values;
+        const RowScales<Scale>* scales[2];
+        int row;
+    };
+
+    __device__ __forceinline__ const unsigned char* fragments_of(int tile) const {
+        return values + static_cast<long long>(tile * fragments) * kFragmentBytes;
     }
-    __device__ __forceinline__ const unsigned char* fragment_at(int index) const {
-        return values + static_cast<long long>(index) * kFragmentBytes;
+    __device__ __forceinline__ Start start(int tile) const {
+        const int lane = threadIdx.x % 32, row = tile * groups * 8 + lane / 4;
+        const RowScales<Scale>* const first = reinterpret_cast<const RowScales<Scale>*>(scales) + row;
+        return {fragments_of(tile) + lane * 16, {first, first + second_row()}, row};
     }
 
-    // Loads the part of a lane of a fragment of 16 outputs, with these starts; behind the last fragment no quantized
-    // values, and the scales of the last one.
+    // Loads the part of a lane of a fragment of 16 outputs, `ahead` ones behind another; behind the last fragment no
+    // quantized values, and the scales of the last one.
     template <bool kHasZeroPoints>
-    __device__ __forceinline__ void load(PackedFragment<kHasZeroPoints>& to, int first, int row, int fragment,
-                                         L2Policy policy) const {
-        const int last = min(fragment, fragments - 1);
+    __device__ __forceinline__ void load(PackedFragment<kHasZeroPoints>& to, const Start& start, int fragment,
+                                         int ahead, L2Policy policy) const {
+        const unsigned char* const from = start.values + static_cast<long long>(fragment) * kFragmentBytes;
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
-            const unsigned char* const from = fragment_at(first + fragment) + v * kVectorBytes + threadIdx.x % 32 * 16;
-            to.vectors[v] = load_once_if(from, fragment < fragments, policy);
+            to.vectors[v] =
+                load_once_if(from + ahead * kFragmentBytes + v * kVectorBytes, fragments - fragment > ahead, policy);
         }
+        const int group = 2 * min(fragment + ahead, fragments - 1) >> group_shift;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int at = row + ((2 * last + half) >> group_shift) * 8;
-            to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[at];
-            if (kHasZeroPoints) to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[at];
+            if constexpr (kHasZeroPoints) {  // there are no registers for addresses of both
+                const int row = start.row + group * 8 + half * second_row();
+                to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[row];
+                to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[row];
+            } else {
+                to.scales[half] = start.scales[half][group * 8LL];
+            }
         }
     }
+
+private:
+    // From the row of the first half of a fragment to that of the second one.
+    __device__ __forceinline__ int second_row() const { return group_shift == 0 ? 8 : 0; }
 };

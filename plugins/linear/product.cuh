@@ -39,6 +39,21 @@ struct InputFragment {
     }
 };
 
+// The same for inputs `input` + `ahead` on, with constant `ahead`: the steps of a group share an address.
+__device__ __forceinline__ void load_ahead(InputFragment& to, const unsigned char* const (&x_rows)[kRowTiles],
+                                           int input, int ahead, int inputs) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int at = ahead + half * kHalfInputs;
+#pragma unroll
+        for (int i = 0; i < kRowTiles; i++) {
+            const unsigned char* const from = x_rows[i] + static_cast<long long>(input) * kElementBytes;
+            to.words[i][half] =
+                inputs - input > at ? *reinterpret_cast<const uint4*>(from + at * kElementBytes) : uint4{};
+        }
+    }
+}
+
 // Fragment: gives the elements of a lane of a half of row g, or g + 8, of 16 outputs.
 template <int kTiles, class Fragment>
 __device__ __forceinline__ void add_products(float (&sums)[kTiles][kRowTiles][4], const Fragment& weights,
@@ -127,13 +142,17 @@ __device__ __forceinline__ void linear(const typename Weights::Params& params) {
 #pragma unroll
             for (int step = 0; step < Weights::kDepth; step++) {
                 const InputFragment inputs = x[step % kAhead];
-                const int ahead = step + kAhead;
-                x[step % kAhead].load(
-                    x_rows,
-                    (ahead < Weights::kDepth ? group : next) + first_input + ahead % Weights::kDepth * kStepInputs,
-                    params.inputs);
-                if (!Weights::kSkipsEmpty || group + step * kStepInputs + warp * kFragmentInputs < params.inputs)
+                const int ahead = step + kAhead, from = (ahead < Weights::kDepth ? group : next) + first_input;
+                if constexpr (Weights::kSkipsEmpty) {
+                    load_ahead(x[step % kAhead], x_rows, from, ahead % Weights::kDepth * kStepInputs, params.inputs);
+                    // Otherwise the compiler moves the loads of several steps behind the last of them.
+                    if constexpr (Weights::kKeepsOrder) __syncwarp();
+                    if (params.inputs - warp * kFragmentInputs - group > step * kStepInputs)
+                        add_products(sums, fragments[step], inputs);
+                } else {
+                    x[step % kAhead].load(x_rows, from + ahead % Weights::kDepth * kStepInputs, params.inputs);
                     add_products(sums, fragments[step], inputs);
+                }
                 weights.load(fragments[step], step);
             }
         }

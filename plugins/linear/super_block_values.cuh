@@ -97,22 +97,29 @@ private:
 
 struct SuperBlockMatrix {
     using Fragment = SuperBlockFragment;
+    static constexpr bool kKeepsOrder = kHighBits == 0;  // the others have no registers for it
     static constexpr int kVectors = 1, kFragmentBytes = kLowBytes + kHighBytes;
 
     const unsigned char *values, *scales, *factors;
     int fragments;  // of 64 inputs, of an output: a multiple of 4
 
-    // Starts of the fragments of 16 outputs, and row g.
-    __device__ __forceinline__ int first_fragment(int tile) const { return tile * fragments; }
-    __device__ __forceinline__ int first_row(int) const { return static_cast<int>(threadIdx.x) % 32 / 4; }
-    __device__ __forceinline__ const unsigned char* fragment_at(int index) const {
-        return values + static_cast<long long>(index) * kFragmentBytes;
-    }
+    // Of 16 outputs: their first fragment.
+    struct Start {
+        int first;
+    };
 
-    // Loads the part of a lane of a fragment of 16 outputs; behind the last fragment the last one, but any lowest bits.
-    __device__ __forceinline__ void load(Fragment& to, int first, int row, int fragment, L2Policy policy) const {
-        const int lane = threadIdx.x % 32, last = first + min(fragment, fragments - 1);
-        to.low = load_once_if(fragment_at(first + fragment) + lane * 16, fragment < fragments, policy);
+    __device__ __forceinline__ const unsigned char* fragments_of(int tile) const {
+        return fragment_at(tile * fragments);
+    }
+    __device__ __forceinline__ Start start(int tile) const { return {tile * fragments}; }
+
+    // Loads the part of a lane of a fragment of 16 outputs, `ahead` ones behind another; behind the last fragment the
+    // last one, but any lowest bits.
+    __device__ __forceinline__ void load(Fragment& to, const Start& start, int fragment, int ahead,
+                                         L2Policy policy) const {
+        const int lane = threadIdx.x % 32, row = lane / 4, at = fragment + ahead,
+                  last = start.first + min(at, fragments - 1);
+        to.low = load_once_if(fragment_at(start.first + at) + lane * 16, at < fragments, policy);
         const unsigned char* const high = fragment_at(last) + kLowBytes + lane * 4 * kHighBits;
         if constexpr (kHighBits == 1) to.high[0] = *reinterpret_cast<const unsigned*>(high);
         if constexpr (kHighBits == 2) {
@@ -129,5 +136,10 @@ struct SuperBlockMatrix {
         } else {
             to.factors[0] = reinterpret_cast<const unsigned*>(factors)[of_super_block];
         }
+    }
+
+private:
+    __device__ __forceinline__ const unsigned char* fragment_at(int index) const {
+        return values + static_cast<long long>(index) * kFragmentBytes;
     }
 };

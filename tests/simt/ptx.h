@@ -161,6 +161,8 @@ inline float2 unpack(BFloat16, unsigned word) {
     return {simt::of_bfloat16(word & 0xFFFF), simt::of_bfloat16(word >> 16)};
 }
 
+inline unsigned twice(unsigned word, int i) { return (word >> (16 * i) & 0xFFFF) * 0x00010001; }
+
 // A double holds the product of two elements and the sum with a third one of these exponents exactly, and so does a
 // float what comes out here.
 template <class Type>

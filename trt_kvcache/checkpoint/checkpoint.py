@@ -586,7 +586,7 @@ def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
     return (
         f"{gguf.path}: {len(gguf.dequantized)} tensor(s) in {' and '.join(kinds)} are dequantized when they are read, to "
         f"{config.dtype} or the dtype that is asked for, unless PyTorch on a GPU keeps them packed ({in_torch}). "
-        "Engines keep Q8_0, Q4_0 and MXFP4 packed."
+        "TensorRT engines keep Q8_0, Q4_0 and MXFP4 packed, and so does PyTorch on a GPU."
     )
 
 

@@ -77,8 +77,8 @@ EngineOption = Annotated[
         EngineChoice,
         "--engine",
         aliases=ENGINE_ALIASES,
-        help="auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to PyTorch if it is installed, "
-        "else to the NumPy reference engine.",
+        help="auto uses TensorRT if it is installed, a supported GPU is present, and it can run the model; otherwise prints a warning "
+        "and falls back to PyTorch if it is installed, else to the NumPy reference engine.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -39,13 +39,12 @@ def decoder_cache_config(
 ) -> DecoderCacheConfig:
     """Return the cache of any model. States have two buffers: a step that is not committed leaves the states before it.
 
-    Conv states are in ``dtype``, K and V too unless they are quantized; recurrent states are float32. A layer that stores both K and V and
-    states is two layers of the cache, K and V first.
+    Conv states are in ``dtype``, K and V too unless they are quantized; recurrent states are float32.
     """
     sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
     if not model.recurrent_layers:
         return cache_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized)
-    kinds: list[LayerType] = []
+    kinds: list[LayerType] = []  # a layer with K and V and states is two layers of the cache
     for index in range(model.num_layers):
         kinds += [LayerType.ATTENTION] * (index in model.kv_indices) + [LayerType.MAMBA] * (index in model.recurrent_indices)
     kv = _kv_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized) if model.kv_layers else None

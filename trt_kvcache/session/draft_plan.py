@@ -28,7 +28,10 @@ class DraftPlan(NamedTuple):
 
 def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan) -> DraftPlan | None:
     """Propose tokens that follow a plan of one token for each slot; None if there are none, or no slot has room for them."""
-    drafts = _proposals(runner, _sequences(runner, slots, requests, plan))
+    sequences = _sequences(runner, slots, requests, plan)
+    if not sequences:
+        return None
+    drafts = _proposals(runner, sequences)
     width = 1 + max(map(len, drafts.values()), default=0)
     lengths = [slot.length for slot in slots]
     while width > 1:
@@ -43,10 +46,10 @@ def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Reques
 def _sequences(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan) -> dict[int, DraftedSequence]:
     """Return the sequences that may have a draft in the next step."""
     found = {}
-    longest = min(VERIFY_WIDTH, runner.plan.max_logits_per_slot) - 1
     for index in plan.running():
         request, slot = requests[index], slots[index]
         if request.drafting is not None:
+            longest = min(VERIFY_WIDTH, runner.plan.max_logits_per_slot) - 1
             room = runner.cache.lengths.max_sequence_length - slot.length - 1
             limit = min(request.drafting.length(request.num_tokens), longest, request.remaining - 1, room)
             if limit > 0:

@@ -88,9 +88,10 @@ class SessionOptions:
     Parameters
     ----------
     engine : {"auto", "numpy", "tensorrt", "torch"}
-        ``"auto"`` uses TensorRT if a supported GPU is present; otherwise it warns with the reason and falls back to PyTorch, or to the
-        NumPy reference engine if PyTorch is not installed. ``"tensorrt"`` never falls back: it raises. ``"torch"`` runs on the GPU if
-        PyTorch can use it, else on the CPU. ``"numpy"`` is the reference engine; ``"reference"`` is another name of it.
+        ``"auto"`` uses TensorRT if it is installed, a supported GPU is present, and it can run the model; otherwise it warns with the
+        reason and falls back to PyTorch, or to the NumPy reference engine if PyTorch is not installed. ``"tensorrt"`` never falls back:
+        it raises. ``"torch"`` runs on the GPU if PyTorch can use it, else on the CPU. ``"numpy"`` is the reference engine;
+        ``"reference"`` is another name of it.
     flavour : {"auto", "tensorrt", "tensorrt_rtx"}
         Product: full TensorRT or TensorRT for RTX. ``"auto"`` is the product that built the engine folder; for a Hugging Face folder full
         TensorRT if it works on this machine, else TensorRT for RTX.

@@ -7,6 +7,7 @@ from tests.server.needs_ray import need_ray
 
 need_ray()
 
+from tests.helpers.engine_files import make_engine_folder  # noqa: E402
 from tests.server.engines import MODEL, source  # noqa: E402
 from trt_kvcache.errors import ConfigError, RangeError  # noqa: E402
 from trt_kvcache.server.engine_stats import EngineStats  # noqa: E402
@@ -37,6 +38,15 @@ def test_arguments_name_a_source():
     assert (opened.folder, opened.options.max_batch_size, opened.options.prompt_cache_bytes) == (MODEL, 3, 2 << 20)
     assert engines.init_kwargs["model"] == MODEL.name
     assert engines.ray_actor_options["num_gpus"] == 0.5
+
+
+def test_replicas_aim_at_as_many_requests_as_they_have_slots(tmp_path):
+    """An engine folder has its own number, and refuses another one."""
+    folder = tmp_path / "engine"
+    make_engine_folder(MODEL, folder)  # of 3 slots
+    for model, slots, expected in ((MODEL, 5, 5), (MODEL, None, 8), (folder, None, 3)):
+        engines = engines_of(application(Arguments(model=str(model), engine="reference", slots=slots, max_replicas=2)))
+        assert engines._deployment_config.autoscaling_config.target_ongoing_requests == expected
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.engine_folder.inspection import inspect_engine
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http import ServerOptions, make_app
 from trt_kvcache.server.http.metrics import Metrics
@@ -121,7 +122,7 @@ def application(arguments: Arguments) -> Application:
         model=arguments.name or folder.resolve().name,
         replicas=arguments.replicas,
         max_replicas=arguments.max_replicas,
-        target_requests=arguments.slots or _SLOTS,
+        target_requests=arguments.slots or (inspect_engine(folder).cache.max_batch_size if is_engine_folder(folder) else _SLOTS),
         max_requests=arguments.requests,
         max_seconds=arguments.max_seconds,
         options=ServerOptions(
