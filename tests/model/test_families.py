@@ -395,7 +395,7 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("qwen3_5", {"layer_types": ["mamba"] * 4}, "layer_types: mamba is not supported"),
         ("mamba2", {"expand": 3}, "expand: expected expand . hidden_size = num_heads . head_dim = 64, got 96"),
         ("mamba2", {"hidden_act": "relu2"}, "hidden_act: expected silu"),
-        ("falcon_h1", {"mamba_n_heads": 3}, "mamba_n_heads: expected a divisor of mamba_d_ssm = 40, got 3"),
+        ("falcon_h1", {"mamba_n_heads": 5}, "mamba_n_heads: expected a divisor of mamba_d_ssm = 48, got 5"),
         ("falcon_h1", {"mamba_d_head": 16}, "mamba_d_head: expected 8, which is mamba_d_ssm / mamba_n_heads, or auto, got 16"),
         ("falcon_h1-bias", {"mamba_d_head": 16}, "mamba_d_head: expected 24, which is mamba_expand . hidden_size / mamba_n_heads"),
         ("falcon_h1", {"attn_layer_indices": [1]}, r"attn_layer_indices: expected null, got \[1\]"),
