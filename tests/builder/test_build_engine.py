@@ -43,6 +43,7 @@ OTHER_FAMILIES = {
     "cohere2": ("cohere2", "mask"),
     "ernie4_5": ("ernie4_5", "native"),
     "exaone4": ("exaone4", "mask"),
+    "falcon_h1": ("falcon_h1", "native"),
     "gemma2": ("gemma2", "mask"),
     "glm4": ("glm4", "native"),
     "granitemoehybrid": ("granitemoehybrid-bias", "native"),

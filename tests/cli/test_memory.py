@@ -100,6 +100,12 @@ def test_attention_layers_are_counted_among_all_layers(run: Run):
     assert [line.strip("│").split("│")[0].strip() for line in lines if line.startswith("│")] == ["0", "3"]  # 1 and 2 have states
 
 
+def test_a_layer_with_both_is_counted_in_both(run: Run):
+    out = run("memory", GOLDEN / "falcon_h1", "--max-sequence-length", 64).out
+    assert [line.strip("│").split("│")[0].strip() for line in out.splitlines() if line.startswith("│")] == ["0-1"]
+    assert "states:       15360 B (15.0 KiB) in 2 layers of (6, 8, 16) and (80, 4), two buffers" in out
+
+
 def test_k_and_v_of_layers_that_share_them_are_counted_once(run: Run):
     out = run("memory", GOLDEN / "gemma4-shared", "--max-sequence-length", 32).out
     assert [line.strip("│").split("│")[0].strip() for line in out.splitlines() if line.startswith("│")] == ["0-1", "2"]

@@ -190,6 +190,8 @@ FIELDS = (
     *("use_expert_bias", "moe_latent_size", "swiglu_alpha", "swiglu_limit"),
     *("attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
     "use_double_wide_mlp",
+    *("lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier"),
+    *("ssm_out_multiplier", "mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"),
 )
 
 

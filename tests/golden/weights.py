@@ -90,6 +90,8 @@ SEEDS = {
     "gemma4-bias": 74,
     "gemma4-shared": 79,
     "gemma4-ple": 90,
+    "falcon_h1": 91,
+    "falcon_h1-bias": 92,
 }
 
 #: Models with a vision tower, whose text decoders are computed like the models above: in the folder ``vision``.

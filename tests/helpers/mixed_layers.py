@@ -42,7 +42,7 @@ def mixed_model(*head_dims: int, plugin_layers: bool = False) -> ModelConfig:
     plain = [AttentionConfig(num_heads=q, num_kv_heads=kv, head_dim=dim, rope=ROPE) for (q, kv), dim in zip(sizes, head_dims, strict=True)]
     layers = (
         LayerConfig(
-            mixer=replace(plain[0], window=5, softcap=2.0, qkv_bias=True),
+            mixer=replace(plain[0], window=5, softcap=2.0, qkv_bias=True, input_multiplier=1.3),
             mlp=MlpConfig(intermediate_size=28, activation="gelu_tanh"),
             input_norm=OFFSET,
             mixer_output_norm=OFFSET,
@@ -51,10 +51,11 @@ def mixed_model(*head_dims: int, plugin_layers: bool = False) -> ModelConfig:
         ),
         LayerConfig(
             mixer=replace(plain[1], rope=None, scale=0.3, o_bias=True, qk_norm=QkNormConfig(norm=NORM, over="full")),
-            mlp=MlpConfig(intermediate_size=20, bias=True),
+            mlp=MlpConfig(intermediate_size=20, bias=True, gate_multiplier=1.8),
             mixer_output_norm=NORM,
             mlp_output_norm=NORM,
             residual_multiplier=0.7,
+            mlp_residual_multiplier=0.4,
         ),
         LayerConfig(
             mixer=replace(
@@ -181,6 +182,9 @@ def without(model: ModelConfig) -> dict[str, ModelConfig]:
         "an epsilon": changed(3, input_norm=replace(NORM, epsilon=0.1)),
         "activation": changed(0, mlp=replace(first.mlp, activation="silu")),
         "residual_multiplier": changed(1, residual_multiplier=1.0),
+        "mlp_residual_multiplier": changed(1, mlp_residual_multiplier=None),
+        "a factor of the input of attention": changed(0, input_multiplier=1.0),
+        "a factor of the gate": changed(1, mlp=replace(model.layers[1].mlp, gate_multiplier=1.0)),
         "embedding_multiplier": replace(model, embedding_multiplier=1.0),
         "final_softcap": replace(model, final_softcap=None),
         "logits_divisor": replace(model, logits_divisor=1.0),

@@ -98,6 +98,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "lfm2": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "bamba": _MAMBA,
     "granitemoehybrid": {**_MAMBA, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 256, "head_dim": 64},
     "nemotron_h": {"head_dim": 64, "attention_head_dim": 64, "mamba_head_dim": 64, "ssm_state_size": 128},
     "mamba2": {"head_dim": 64, "num_heads": 4, "state_size": 128},
     "qwen3_next": {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128},

@@ -12,6 +12,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import (
     ClampedSwiGLU,
     GatedDeltaNetConfig,
+    Mamba2Config,
     MlpConfig,
     ModelConfig,
     NormConfig,
@@ -26,6 +27,7 @@ from trt_kvcache.model.features import FEATURES, check_features, features
 MODEL = ModelConfig.from_dict({**SMALL, "num_hidden_layers": 2})
 NORM = NormConfig(epsilon=1e-5)
 DELTA_NET = GatedDeltaNetConfig(num_key_heads=2, key_head_dim=8, num_value_heads=4, value_head_dim=16, kernel=3, norm=NORM)
+MAMBA = Mamba2Config(num_heads=4, head_dim=8, state_size=16, num_groups=2, kernel=4, norm=NORM)
 EXPERTS = RoutedMlpConfig(router=RouterConfig(num_experts=6, experts_per_token=2), expert=MlpConfig(intermediate_size=28))
 ROPE = RopeConfig(kind="default", theta=10000.0)
 
@@ -76,6 +78,7 @@ CASES = {
     "relu2": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="relu2")), "layers[1].mlp.activation = relu2"),
     "ungated_mlp": (in_every_layer(mlp=replace(MODEL.layers[1].mlp, gated=False)), "layers[0].mlp.gated = False"),
     "output_gate": (with_mixer(MODEL, output_gate=True), "layers[0].mixer.output_gate = True"),
+    "projection_multipliers": (with_last_mixer(input_multiplier=0.5), "layers[1].mixer.input_multiplier = 0.5"),
     "gated_delta_net": (in_last_layer(mixer=DELTA_NET), "layers[1].mixer = GatedDeltaNetConfig("),
     "experts": (in_every_layer(mlp=EXPERTS), "layers[0].mlp.router.num_experts = 6"),
     "no_mlp": (in_last_layer(mlp=None, mlp_norm=None), "layers[1].mlp = None"),
@@ -106,6 +109,9 @@ def test_llama_needs_none() -> None:
         ("starcoder2", {"layer_norm", "ungated_mlp", "activation"}),
         ("stablelm", {"layer_norm", "partial_rotary"}),
         ("stablelm-bias", {"layer_norm", "partial_rotary", "parallel"}),
+        ("falcon_h1", {"parallel_mixers", "mamba2", "no_scan_norm", "scale", "residual_multiplier", "projection_multipliers"}
+                      | {"embedding_multiplier", "logits_divisor"}),
+        ("falcon_h1-bias", {"parallel_mixers", "mamba2", "gate_after_norm", "projection_multipliers", "logits_divisor"}),
         ("cohere2", {"layer_norm", "parallel", "interleaved_rope", "no_rope", "window", "logits_divisor"}),
         ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
                    | {"embedding_multiplier", "final_softcap"}),
@@ -119,6 +125,28 @@ def test_llama_needs_none() -> None:
 )  # fmt: skip
 def test_what_families_need(name: str, expected: set[str]) -> None:
     assert set(features_of(name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "changes"),
+    [
+        ("projection_multipliers", "mlp.gate_multiplier = 0.5", {"mlp": {"gate_multiplier": 0.5}}),
+        ("projection_multipliers", "parallel_mixer.input_multiplier = 0.5", {"parallel_mixer": {"input_multiplier": 0.5}}),
+        ("projection_multipliers", "parallel_mixer.projection_multipliers = (", {"parallel_mixer": {"projection_multipliers": (2.0,) * 5}}),
+        ("no_scan_norm", "parallel_mixer.norm = None", {"parallel_mixer": {"norm": None}}),
+        ("gate_after_norm", "parallel_mixer.gate_first = False", {"parallel_mixer": {"gate_first": False}}),
+        ("residual_multiplier", "mlp_residual_multiplier = 0.5", {"mlp_residual_multiplier": 0.5}),
+        ("residual_multiplier", "parallel_mixer_multiplier = 0.5", {"parallel_mixer_multiplier": 0.5}),
+    ],
+)
+def test_features_of_a_layer_with_a_second_mixer(name: str, place: str, changes: dict[str, Any]) -> None:
+    layer = replace(MODEL.layers[0], parallel_mixer=MAMBA)
+    parts = {part: replace(getattr(layer, part), **new) if isinstance(new, dict) else new for part, new in changes.items()}
+    model = replace(MODEL, layers=(replace(layer, **parts),))
+    found = features(model)
+    assert set(found) == {"parallel_mixers", "mamba2", name}
+    assert found["parallel_mixers"] == "layers[0].parallel_mixer.kind = mamba2"
+    assert found[name].startswith(f"layers[0].{place}")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -46,6 +46,15 @@ def test_contradictions_of_clamped_swiglu() -> None:
             ClampedSwiGLU(**{"alpha": 1.0, "limit": 7.0, **changes})
 
 
+def test_a_factor_of_the_gate_needs_a_gate_of_a_single_mlp() -> None:
+    for changes in ({"gated": False}, {"activation": ClampedSwiGLU(alpha=1.0, limit=7.0)}):
+        with pytest.raises(ConfigError, match=r"MlpConfig\.gate_multiplier: expected 1 without a gate and with clamped SwiGLU, got 0.5"):
+            MlpConfig(intermediate_size=28, gate_multiplier=0.5, **changes)
+    for name in ("expert", "shared"):
+        with pytest.raises(ConfigError, match=r"RoutedMlpConfig\.expert: expected experts with a gate_multiplier of 1, got another"):
+            replace(FULL, **{name: MlpConfig(intermediate_size=28, gate_multiplier=0.5)})
+
+
 def test_a_description_with_experts_is_read_back() -> None:
     model = model_of("qwen3_moe-dense-window")
     layers = (replace(model.layers[0], mlp=FULL), *model.layers[1:])

@@ -5,12 +5,14 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import (
     AttentionConfig,
     LayerConfig,
+    Mamba2Config,
     MlpConfig,
     ModelConfig,
     NormConfig,
@@ -335,6 +337,62 @@ def test_a_layer_reads_no_rows_of_a_layer_that_reads_others_itself() -> None:
     chained = replace(config.layers[4], mixer=replace(config.layers[4].attention, kv_source_layer=2))
     with pytest.raises(ConfigError, match=r"layers\[4\]\.mixer\.kv_source_layer: expected an earlier attention layer .*, got layer 2"):
         replace(config, layers=(*config.layers[:4], chained))
+
+
+def with_mamba(**changes: Any) -> LayerConfig:
+    """Return an attention layer with Mamba-2 next to it."""
+    norm = NormConfig(epsilon=1e-5)
+    mamba = Mamba2Config(num_heads=4, head_dim=8, state_size=16, num_groups=2, kernel=4, norm=norm)
+    layer = ModelConfig.from_dict(new_spelling()).layers[0]
+    return replace(layer, **{"parallel_mixer": mamba, **changes})
+
+
+def test_a_layer_with_a_second_mixer_stores_k_and_v_and_states() -> None:
+    config = ModelConfig.from_dict(new_spelling())
+    both, alone = with_mamba(), replace(with_mamba(), mixer=with_mamba().parallel_mixer, parallel_mixer=None)
+    config = replace(config, layers=(config.layers[0], both, alone))
+    assert (config.kv_indices, config.recurrent_indices) == ((0, 1), (1, 2))
+    assert config.kv_layers == (config.layers[0].mixer, both.mixer)
+    assert config.recurrent_layers == (both.parallel_mixer, alone.mixer)
+    assert ModelConfig.from_description(json.loads(json.dumps(config.to_description()))) == config
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mixer": None}, {"mixer": with_mamba().parallel_mixer}, {"input_norm": None}, {"parallel": True, "mlp_norm": None}]
+)
+def test_a_second_mixer_needs_attention_and_its_norm(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"LayerConfig\.parallel_mixer: expected attention, an input_norm and no parallel MLP"):
+        with_mamba(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm": None, "gate_first": False}, r"Mamba2Config\.gate_first: expected True without a norm, got False"),
+        ({"input_multiplier": 0.0}, r"Mamba2Config\.input_multiplier: expected a finite number > 0, got 0"),
+        ({"projection_multipliers": (1.0, 2.0)}, r"Mamba2Config\.projection_multipliers: expected 5 numbers or none, got 2"),
+        ({"projection_multipliers": (1.0, 2.0, 3.0, 4.0, -5.0)}, r"Mamba2Config\.projection_multipliers\[4\]: expected a finite number"),
+    ],
+)
+def test_contradictions_of_mamba_2(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(with_mamba().parallel_mixer, **changes)
+
+
+@pytest.mark.parametrize("name", ["residual_multiplier", "parallel_mixer_multiplier", "mlp_residual_multiplier"])
+def test_multipliers_of_a_layer_are_positive_numbers(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"LayerConfig\.{name}: expected a finite number > 0, got 0"):
+        with_mamba(**{name: 0.0})
+
+
+def test_factors_of_the_projections_of_mamba_2_have_the_compute_dtype() -> None:
+    mixer = replace(with_mamba().parallel_mixer, projection_multipliers=(0.1, 0.2, 0.3, 0.4, 0.5))
+    for dtype in ("float32", "bfloat16"):
+        factors = mixer.projection_factors(dtype)
+        assert factors.dtype.name == dtype
+        expected = [0.1] * 32 + [0.2] * 32 + [0.3] * 32 + [0.4] * 32 + [0.5] * 4
+        np.testing.assert_array_equal(factors, np.array(expected).astype(factors.dtype))
+    assert with_mamba().parallel_mixer.projection_factors("float32") is None
 
 
 @pytest.mark.parametrize(

@@ -64,15 +64,21 @@ def layer_in_words(layer: LayerConfig) -> str:
         name.removesuffix("_norm") for name in ("input_norm", "mixer_output_norm", "mlp_norm", "mlp_output_norm") if getattr(layer, name)
     ]
     parts = mixer_in_words(layer.mixer)
+    if layer.parallel_mixer is not None:
+        first, *rest = states_in_words(layer.parallel_mixer)
+        parts += [f"next to {first}", *rest]
+        parts += [f"its output * {layer.parallel_mixer_multiplier:g}"] if layer.parallel_mixer_multiplier != 1 else []
     if isinstance(mlp, RoutedMlpConfig):
         parts += experts_in_words(mlp)
     elif mlp is not None:
         parts.append(mlp_in_words(mlp))
+        parts += [f"gate * {mlp.gate_multiplier:g}"] if mlp.gate_multiplier != 1 else []
     parts.append(f"norms {' '.join(norms)}")
     parts += ["parallel"] if layer.parallel else []
     parts += ["scale of the output"] if layer.output_scale else []
     parts += [f"per-layer input of {layer.per_layer_input.size}"] if layer.per_layer_input else []
     parts += [f"residual * {layer.residual_multiplier:g}"] if layer.residual_multiplier != 1 else []
+    parts += [f"MLP's residual * {layer.mlp_residual_multiplier:g}"] if layer.mlp_residual_multiplier is not None else []
     return ", ".join(parts)
 
 
@@ -109,11 +115,16 @@ def states_in_words(mixer: RecurrentConfig) -> list[str]:
     if isinstance(mixer, Mamba2Config):
         limits = [f"time steps from {mixer.dt_min:g} to {mixer.dt_max}"] if mixer.dt_min or mixer.dt_max else []
         groups = f"{mixer.num_groups} of {mixer.state_size}"
+        norms = ["no norm"] if mixer.norm is None else [] if mixer.gate_first else ["norm before the gate"]
+        factors = " ".join(f"{factor:g}" for factor in mixer.projection_multipliers)
         return [
             f"Mamba-2, {mixer.num_heads} heads of {mixer.head_dim} by {groups}",
             f"convolution by {mixer.kernel}",
             *limits,
-            *[name for name in ("conv_bias", "bias") if getattr(mixer, name)],
+            *norms,
+            *([f"input * {mixer.input_multiplier:g}"] if mixer.input_multiplier != 1 else []),
+            *([f"projections * {factors}"] if factors else []),
+            *[name for name in ("conv_bias", "bias", "out_bias") if getattr(mixer, name)],
         ]
     return [f"short convolution of {mixer.channels} channels by {mixer.kernel}{' with bias' if mixer.bias else ''}"]
 
@@ -175,15 +186,6 @@ def test_both_features_of_deepseek_are_named() -> None:
 def test_a_vision_model_is_refused_with_the_way_out(text_config, way_out) -> None:
     config = {"model_type": "any", "vision_config": {"depth": 2}, "text_config": text_config}
     with pytest.raises(ConfigError, match=rf"^vision_config: this model \(model_type any\) is a vision model, which .*{way_out}"):
-        ModelConfig.from_dict(config)
-
-
-def test_attention_and_mamba_in_one_layer_are_named() -> None:
-    """By a field that only Falcon-H1 has."""
-    config = {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 1536, "mamba_n_heads": 24}
-    with pytest.raises(
-        ConfigError, match=r"^mamba_d_ssm: FalconH1 \(model_type falcon_h1\) has attention and Mamba-2 side by side in each"
-    ):
         ModelConfig.from_dict(config)
 
 

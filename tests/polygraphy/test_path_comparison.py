@@ -174,7 +174,24 @@ def test_one_wrong_element_of_a_state_is_named_with_its_layer(kind: str, place: 
     assert pair.largest_states_share > 0.01
 
 
-@pytest.mark.parametrize("model", ["bamba", "lfm2-bias", "mamba2"])
+@pytest.mark.parametrize(("kind", "mixer"), [("conv", "mamba2"), ("V", "attention")])
+def test_a_layer_with_attention_and_states_is_named_by_the_mixer_that_differs(kind: str, mixer: str) -> None:
+    source = SessionSource(GOLDEN / "falcon_h1", engine="reference", dtype="float32", **SIZES)
+
+    def change(session: InferenceSession) -> None:
+        cache = session.cache
+        assert isinstance(cache, HybridCacheManager)
+        if kind == "conv":
+            cache.memory.array(cache.get_next_conv_state(3))[0, 5, 2] += 5  # type: ignore[attr-defined]
+        else:
+            cache_row(session, 2, "V")[0, 1, 0, 7] += 5  # of the third layer of the cache, after attention and states of the first
+
+    (pair,) = _compare(source, corrupting(2, change, source)).pairs
+    assert pair.difference is not None
+    assert (pair.difference.layer, pair.difference.decoder_layer, pair.difference.mixer) == (1, 1, mixer)
+
+
+@pytest.mark.parametrize("model", ["bamba", "falcon_h1", "lfm2-bias", "mamba2"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_model_with_states_agrees_with_recomputation(model: str, dtype: str) -> None:
     source = SessionSource(GOLDEN / model, engine="reference", dtype=dtype, **SIZES)  # type: ignore[arg-type]

@@ -48,7 +48,9 @@ def cache_over(model: ModelConfig, manager: HybridCacheManager, view: View, stre
     rows, states, last = count(), count(), len(model.attention_layers) - 1
     layers = []
     for layer in model.layers:
-        if isinstance(layer.mixer, AttentionConfig):
+        if layer.parallel_mixer is not None:
+            layers.append(RowsAndStates(manager, next(rows), last, next(states), view, stream))
+        elif isinstance(layer.mixer, AttentionConfig):
             layers.append(KVRows(manager, next(rows), last, view, stream))
         else:
             layers.append(LinearAttentionLayer() if layer.mixer is None else States(manager, next(states), view))
@@ -105,3 +107,11 @@ class States(LinearAttentionLayer):  # type: ignore[misc]
         self.conv_kernel_size[0] = found[StateKind.CONV].shape[2]
         self.dtype, self.device = found[StateKind.CONV].dtype, found[StateKind.CONV].device
         self.has_previous_state[0] = max(manager.host_kv_cache_lengths) > 0
+
+
+class RowsAndStates(States, KVRows):
+    """Rows of K and V and the states of a layer that has both."""
+
+    def __init__(self, manager: HybridCacheManager, rows: int, last: int, states: int, view: View, stream: Any) -> None:
+        KVRows.__init__(self, manager, rows, last, view, stream)
+        States.__init__(self, manager, states, view)

@@ -34,6 +34,7 @@ FAMILIES = [
     "cohere2",
     "ernie4_5",
     "exaone4",
+    "falcon_h1",
     "gemma2",
     "gemma3",
     "glm4",

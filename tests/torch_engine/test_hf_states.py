@@ -23,7 +23,10 @@ from trt_kvcache.trt.engine_bindings import stream_handle  # noqa: E402
 
 PROMPT, NEW, SLOTS = 9, 12, 2
 
-MODELS = ["bamba", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"]
+MODELS = ["bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"]
+
+#: Models whose states depend on sums of attention in the layer before, which are rounded differently over rows with other strides.
+SUMS_FIRST = ["falcon_h1"]
 
 places = pytest.mark.parametrize("place", ["host", pytest.param("gpu", marks=pytest.mark.gpu)])
 
@@ -69,6 +72,11 @@ def prompts_of(name):
     return torch.randint(1, model_of(name).vocab_size, (SLOTS, PROMPT), generator=random).tolist()
 
 
+def is_close(found, wanted):
+    share = (found.float() - wanted.float()).abs().max() / wanted.abs().max()
+    return share < (1e-5 if wanted.dtype == torch.float32 else 0.03)
+
+
 @places
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -85,7 +93,8 @@ def test_tokens_and_states_are_those_of_transformers(name, dtype, at):
             for kind in ("conv_states", "recurrent_states"):
                 state = getattr(mine, kind, {0: None})[0]
                 if state is not None:
-                    assert torch.equal(state, getattr(theirs, kind)[0])
+                    wanted = getattr(theirs, kind)[0]
+                    assert torch.equal(state, wanted) or (name in SUMS_FIRST and is_close(state, wanted))
                     assert state.any()
 
 

@@ -146,6 +146,8 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
     [
         ("lfm2-bias", {"causal_conv1d"}),
         ("bamba", {"causal_conv1d", "gated_rms_norm", "mamba2_scan"}),
+        ("falcon_h1", {"causal_conv1d", "mamba2_scan"}),
+        ("falcon_h1-bias", {"causal_conv1d", "gated_rms_norm", "mamba2_scan"}),
         ("mamba2", {"causal_conv1d", "gated_rms_norm", "mamba2_scan"}),
         ("qwen3_next", {"causal_conv1d", "gated_delta_rule", "gated_rms_norm"}),
     ],
@@ -162,7 +164,7 @@ def test_layers_with_states_agree_with_the_reference_engine(memory, calls, model
     assert set(calls) & set(LAUNCHED[state_kernels]) == launched
 
 
-@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2", "nemotron_h", "qwen3_next"])
 def test_so_do_layers_with_states_and_attention_of_published_sizes(memory, calls, name):
     checkpoint, host = RandomCheckpoint(hybrid_model(name)), HostMemory()
     config = decoder_cache_config(checkpoint.config, **SIZES, dtype="float16", attention="plugin")
@@ -174,7 +176,7 @@ def test_so_do_layers_with_states_and_attention_of_published_sizes(memory, calls
         check_agreement(session, reference, HYBRID_TOLERANCES["float16"])
     assert calls["attend"] > 0
     assert calls["causal_conv1d"] > 0
-    assert (calls["qk_rms_norm"] == calls["attend"]) == (name != "nemotron_h"), "which has no norms of q and k"
+    assert (calls["qk_rms_norm"] == calls["attend"]) == (name in ("lfm2", "qwen3_next")), "which have norms of q and k"
 
 
 def test_layer_norm_agrees_with_the_reference_engine(memory, calls, tmp_path):

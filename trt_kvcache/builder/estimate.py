@@ -230,11 +230,9 @@ def _expanded_kv_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions
 def _mixer_width(layer: LayerConfig) -> int:
     """Return the number of elements per token at the widest point of a mixer."""
     mixer = layer.mixer
-    if isinstance(mixer, AttentionConfig):
-        return (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
-    if mixer is None:
-        return 0
-    return 5 * mixer.channels  # the three parts, and input and output of the convolution
+    attention = (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim if isinstance(mixer, AttentionConfig) else 0
+    # of a recurrent mixer the three parts, and input and output of the convolution
+    return max(attention, 0 if layer.recurrence is None else 5 * layer.recurrence.channels)
 
 
 def _scan_nbytes(mixer: RecurrentConfig, width: int) -> int:

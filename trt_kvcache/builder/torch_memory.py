@@ -88,8 +88,8 @@ def _widest(layer: LayerConfig) -> int:
     if isinstance(layer.mixer, AttentionConfig):
         heads = layer.mixer.num_heads * (2 if layer.mixer.output_gate else 1) + 2 * layer.mixer.num_kv_heads
         widths.append(heads * layer.mixer.head_dim)
-    elif layer.mixer is not None:
-        widths.append(5 * layer.mixer.channels)
+    if layer.recurrence is not None:
+        widths.append(5 * layer.recurrence.channels)
     if isinstance(layer.mlp, MlpConfig):
         widths.append(_inner(layer.mlp))
     elif isinstance(layer.mlp, RoutedMlpConfig):

@@ -44,10 +44,9 @@ def decoder_cache_config(
     sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
     if not model.recurrent_layers:
         return cache_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized)
-    kinds = [
-        LayerType.ATTENTION if index in model.kv_indices else LayerType.MAMBA
-        for index in sorted((*model.kv_indices, *model.recurrent_indices))
-    ]
+    kinds: list[LayerType] = []  # a layer with K and V and states is two layers of the cache
+    for index in range(model.num_layers):
+        kinds += [LayerType.ATTENTION] * (index in model.kv_indices) + [LayerType.MAMBA] * (index in model.recurrent_indices)
     kv = _kv_config(model, **sizes, dtype=dtype, attention=attention, quantized=quantized) if model.kv_layers else None
     return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, **sizes, dtype=dtype))
 

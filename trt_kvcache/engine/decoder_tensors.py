@@ -1,7 +1,7 @@
 """``decoder_tensors``: inputs and outputs of an engine of a model, and their shapes in an enqueue."""
 
 from collections.abc import Sequence
-from itertools import count
+from dataclasses import dataclass
 
 from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig, MambaCacheConfig
 from trt_kvcache.cache.layout import KVLayout
@@ -9,7 +9,7 @@ from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.kernels.scale_views import saved_scales
-from trt_kvcache.model import AttentionConfig, ModelConfig
+from trt_kvcache.model import ModelConfig
 
 
 def decoder_tensors(
@@ -77,14 +77,19 @@ def state_tensors(mamba: MambaCacheConfig, names: TensorNames, index: int) -> di
     return found
 
 
-def cache_indices(model: ModelConfig) -> tuple[int | None, ...]:
-    """Return for each layer the index of its K and V in the cache, those of another layer if it reads these, or the index of its states;
-    None without a mixer.
-    """
-    kv, recurrent = iter(model.kv_of_attention), count()
-    return tuple(
-        None if layer.mixer is None else next(kv if isinstance(layer.mixer, AttentionConfig) else recurrent) for layer in model.layers
-    )
+@dataclass(frozen=True)
+class CacheIndices:
+    """Indices of a layer in the cache: of its K and V, or those of another layer if it reads these, and of its states; None without."""
+
+    kv: int | None
+    states: int | None
+
+
+def cache_indices(model: ModelConfig) -> tuple[CacheIndices, ...]:
+    """Return the indices of each layer in the cache."""
+    kv = dict(zip(model.attention_indices, model.kv_of_attention, strict=True))
+    states = {layer: index for index, layer in enumerate(model.recurrent_indices)}
+    return tuple(CacheIndices(kv.get(layer), states.get(layer)) for layer in range(model.num_layers))
 
 
 def logits_tensors(model: ModelConfig, names: TensorNames, *, max_logits_per_slot: int) -> tuple[TensorSpec, TensorSpec]:

@@ -22,13 +22,14 @@ RopeKind = tuple[RopeConfig, int]
 
 
 def hidden_state_name(layer: int) -> str:
-    """Return the name of the hidden state ``[B, s, hidden]`` that enters a layer."""
+    """Return the name of the hidden state ``[B, s, hidden]`` to which a layer adds its attention."""
     return f"hidden_{layer}"
 
 
 def embedding_output_name(model: ModelConfig) -> str:
-    """Return the name of the embedded tokens: ``"embedded"`` where the first segment scales them, else ``"hidden_0"``."""
-    return hidden_state_name(0) if model.embedding_multiplier == 1 else "embedded"
+    """Return the name of the embedded tokens: ``"embedded"`` where the first segment changes the hidden state, else ``"hidden_0"``."""
+    is_changed = model.embedding_multiplier != 1 or model.layers[0].parallel_mixer is not None
+    return "embedded" if is_changed else hidden_state_name(0)
 
 
 def attention_tensor_names(layer: int) -> tuple[str, str, str, str]:
@@ -94,10 +95,9 @@ def decoder_stages(
     entering, tensors = embedded, [TensorSpec.input(embedded, hidden, computed)]
     for layer, (config, index) in enumerate(zip(model.layers, cache_indices(model), strict=True)):
         mixer = config.mixer
-        if mixer is None or index is None:
-            continue
-        if not isinstance(mixer, AttentionConfig):
-            tensors += [spec for spec in _states_in_segment(cache, names, index) if spec not in tensors]
+        if index.states is not None:
+            tensors += [spec for spec in _states_in_segment(cache, names, index.states) if spec not in tensors]
+        if not isinstance(mixer, AttentionConfig) or index.kv is None:
             continue
         *qkv, attended_name = attention_tensor_names(layer)
         heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
@@ -111,7 +111,7 @@ def decoder_stages(
             tensors.append(angles[cos_sin_names(model)[kind]])
         if mixer.query_scaling is not None or mixer.rotates_before_norm:
             tensors.append(TensorSpec.input(names.kvcache_start_index, (-1,), "int32"))
-        stages += [Segment(tensors=tuple(tensors)), _attention_node(model, cache, names, layer, index)]
+        stages += [Segment(tensors=tuple(tensors)), _attention_node(model, cache, names, layer, index.kv)]
         entering, attended = hidden_state_name(layer), (-1, -1, mixer.num_heads, mixer.head_dim)
         tensors = [TensorSpec.input(entering, hidden, computed), TensorSpec.input(attended_name, attended, computed)]
         tensors += [TensorSpec.input(name, shape, computed) for name, shape in gates]

@@ -9,6 +9,7 @@ from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
 from trt_kvcache.model.mlp_config import ClampedSwiGLU, MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.recurrent_config import Mamba2Config, RecurrentConfig
 from trt_kvcache.model.weight_parts import has_fused_tensors, has_interleaved_rope
 
 #: All features with a description.
@@ -16,6 +17,9 @@ FEATURES = {
     "short_conv": "short convolutions",
     "mamba2": "Mamba-2",
     "gated_delta_net": "Gated DeltaNet",
+    "parallel_mixers": "attention and a recurrent mixer in one layer",
+    "no_scan_norm": "Mamba-2 without a norm",
+    "gate_after_norm": "Mamba-2 with the gate after the norm",
     "experts": "mixture of experts (MoE)",
     "shared_expert": "a shared expert",
     "latent_experts": "experts of another width",
@@ -47,6 +51,7 @@ FEATURES = {
     "clamped_swiglu": "clamped SwiGLU",
     "ungated_mlp": "MLP without a gate",
     "residual_multiplier": "scaled residuals",
+    "projection_multipliers": "scaled projections",
     "per_layer_embeddings": "per-layer embeddings",
     "output_scale": "learned layer scales",
     "embedding_multiplier": "scaled embeddings",
@@ -87,8 +92,11 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
     for index, layer in enumerate(model.layers):
         if layer.mixer is None:
             yield "no_mixer", f"layers[{index}].mixer = None"
-        elif not isinstance(layer.mixer, AttentionConfig):
-            yield layer.mixer.kind, f"layers[{index}].mixer = {layer.mixer}"
+        if layer.parallel_mixer is not None:
+            yield "parallel_mixers", f"layers[{index}].parallel_mixer.kind = {layer.parallel_mixer.kind}"
+        if layer.recurrence is not None:
+            name = "mixer" if layer.parallel_mixer is None else "parallel_mixer"
+            yield from _recurrence_places(layer.recurrence, f"layers[{index}].{name}")
         if _sizes(layer) not in ((), first_sizes):
             yield "several_shapes", f"layers[{index}] = {_sizes(layer)}"
         if _has_norms_elsewhere(layer):
@@ -96,8 +104,9 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         if layer.parallel:
             yield "parallel", f"layers[{index}].parallel = True"
         yield from _mlp_places(layer.mlp, f"layers[{index}].mlp")
-        if layer.residual_multiplier != 1:
-            yield "residual_multiplier", f"layers[{index}].residual_multiplier = {layer.residual_multiplier}"
+        for name in ("residual_multiplier", "parallel_mixer_multiplier", "mlp_residual_multiplier"):
+            if getattr(layer, name) not in (1, None):
+                yield "residual_multiplier", f"layers[{index}].{name} = {getattr(layer, name)}"
         if layer.per_layer_input is not None:
             yield "per_layer_embeddings", f"layers[{index}].per_layer_input.size = {layer.per_layer_input.size}"
         if layer.output_scale:
@@ -141,6 +150,22 @@ def _mlp_places(mlp: MlpConfig | RoutedMlpConfig | None, place: str) -> Iterator
             yield _ACTIVATIONS[mlp.activation], f"{place}.activation = {mlp.activation}"
         if not mlp.gated:
             yield "ungated_mlp", f"{place}.gated = False"
+        if mlp.gate_multiplier != 1:
+            yield "projection_multipliers", f"{place}.gate_multiplier = {mlp.gate_multiplier}"
+
+
+def _recurrence_places(mixer: RecurrentConfig, place: str) -> Iterator[tuple[str, str]]:
+    yield mixer.kind, f"{place} = {mixer}"
+    if not isinstance(mixer, Mamba2Config):
+        return
+    if mixer.norm is None:
+        yield "no_scan_norm", f"{place}.norm = None"
+    if not mixer.gate_first:
+        yield "gate_after_norm", f"{place}.gate_first = False"
+    if mixer.input_multiplier != 1:
+        yield "projection_multipliers", f"{place}.input_multiplier = {mixer.input_multiplier}"
+    if mixer.projection_multipliers:
+        yield "projection_multipliers", f"{place}.projection_multipliers = {mixer.projection_multipliers}"
 
 
 def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -155,6 +180,8 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
                 yield name, f"layers[{index}].mixer.{name} = {value}"
         if mixer.output_gate:
             yield "output_gate", f"layers[{index}].mixer.output_gate = True"
+        if mixer.input_multiplier != 1:
+            yield "projection_multipliers", f"layers[{index}].mixer.input_multiplier = {mixer.input_multiplier}"
         if mixer.v_norm_epsilon is not None:
             yield "v_norm", f"layers[{index}].mixer.v_norm_epsilon = {mixer.v_norm_epsilon}"
         if mixer.values_are_keys:

@@ -8,6 +8,11 @@ With ``n`` for norms that may be absent, ``m`` for ``residual_multiplier`` and `
 A layer without a mixer, or without an MLP, has only the other line. In a parallel layer the MLP has the input of the mixer::
 
     x = x + m * n_mixer_output(mixer(n_input(x))) + m * n_mlp_output(mlp(n_input(x)))
+
+A layer may have a second mixer with the same input, and factors of their own for it (``p``) and for the MLP (in place of the second
+``m``)::
+
+    x = x + p * parallel_mixer(n_input(x)) + m * n_mixer_output(mixer(n_input(x)))
 """
 
 from __future__ import annotations
@@ -112,6 +117,8 @@ class AttentionConfig:
     output_gate : bool
         True for gated attention: the output of attention, before the output projection, is multiplied by the sigmoid of another
         projection of the hidden state. That projection is as wide as q, and has a bias if q has one.
+    input_multiplier : float
+        Factor of the hidden state before the projections to q, k, v and the output gate.
     sinks : bool
         True for attention sinks: each query head has a learned logit that joins the softmax of its scores, after scale and softcap, and
         has no value. So the weights of K and V sum to less than 1.
@@ -143,6 +150,7 @@ class AttentionConfig:
     softcap: float | None = None
     query_scaling: QueryScaling | None = None
     output_gate: bool = False
+    input_multiplier: float = 1.0
     sinks: bool = False
     v_norm_epsilon: float | None = None
     values_are_keys: bool = False
@@ -157,6 +165,7 @@ class AttentionConfig:
             raise ConfigError(f"num_attention_heads: expected a multiple of num_key_value_heads={self.num_kv_heads}, got {self.num_heads}.")
         if self.window is not None:
             int_in_range("AttentionConfig.window", self.window, 1, MAX_DIMENSION, error=ConfigError)
+        positive_number("AttentionConfig.input_multiplier", self.input_multiplier)
         for name in ("scale", "softcap", "v_norm_epsilon"):
             if getattr(self, name) is not None:
                 positive_number(f"AttentionConfig.{name}", getattr(self, name))
@@ -223,6 +232,12 @@ class LayerConfig:
         Norms of the MLP's input (pre-norm) and output (post-norm).
     residual_multiplier : float
         Factor of the outputs of mixer and MLP before they are added to the residual stream.
+    parallel_mixer : ShortConvConfig, Mamba2Config, GatedDeltaNetConfig or None
+        Second mixer, next to attention: it has the same normalised input, and its output is added to the residual stream too.
+    parallel_mixer_multiplier : float
+        Factor of its output.
+    mlp_residual_multiplier : float or None
+        Factor of the output of the MLP, where it differs from ``residual_multiplier``.
     parallel : bool
         True if the MLP has the normalised input of the mixer; then there is an ``input_norm`` and no ``mlp_norm``.
     per_layer_input : PerLayerInputConfig or None
@@ -233,8 +248,8 @@ class LayerConfig:
     Raises
     ------
     ConfigError
-        The multiplier is not a finite number > 0, the layer has neither a mixer nor an MLP, or it is parallel without one of them or with
-        other norms.
+        A multiplier is not a finite number > 0, the layer has neither a mixer nor an MLP, it is parallel without one of them or with
+        other norms, or there is a second mixer without attention and an ``input_norm``, or in a parallel layer.
     """
 
     mixer: Mixer | None
@@ -244,21 +259,39 @@ class LayerConfig:
     mlp_norm: NormConfig | None = None
     mlp_output_norm: NormConfig | None = None
     residual_multiplier: float = 1.0
+    parallel_mixer: RecurrentConfig | None = None
+    parallel_mixer_multiplier: float = 1.0
+    mlp_residual_multiplier: float | None = None
     parallel: bool = False
     per_layer_input: PerLayerInputConfig | None = None
     output_scale: bool = False
 
     def __post_init__(self) -> None:
-        positive_number("LayerConfig.residual_multiplier", self.residual_multiplier)
+        for name in ("residual_multiplier", "parallel_mixer_multiplier"):
+            positive_number(f"LayerConfig.{name}", getattr(self, name))
+        if self.mlp_residual_multiplier is not None:
+            positive_number("LayerConfig.mlp_residual_multiplier", self.mlp_residual_multiplier)
         if self.mixer is None and self.mlp is None:
             raise ConfigError("LayerConfig: expected a mixer or an MLP, got neither.")
         if self.parallel and (self.mixer is None or self.mlp is None):
             raise ConfigError("LayerConfig.parallel: expected a mixer and an MLP, got one of them.")
         if self.parallel and (self.input_norm is None or self.mlp_norm is not None):
             raise ConfigError("LayerConfig.parallel: expected an input_norm and no mlp_norm, got other norms.")
+        if self.parallel_mixer is not None and (not isinstance(self.mixer, AttentionConfig) or self.input_norm is None or self.parallel):
+            raise ConfigError("LayerConfig.parallel_mixer: expected attention, an input_norm and no parallel MLP, got another layer.")
 
     @property
     def attention(self) -> AttentionConfig:
         """The mixer of an attention layer."""
         assert isinstance(self.mixer, AttentionConfig)
         return self.mixer
+
+    @property
+    def recurrence(self) -> RecurrentConfig | None:
+        """The mixer with states, if there is one: the mixer itself, or the second one next to attention."""
+        return self.parallel_mixer if isinstance(self.mixer, AttentionConfig) else self.mixer
+
+    @property
+    def mlp_factor(self) -> float:
+        """Factor of the output of the MLP before it is added to the residual stream."""
+        return self.residual_multiplier if self.mlp_residual_multiplier is None else self.mlp_residual_multiplier

@@ -57,7 +57,7 @@ Activation: TypeAlias = str | ClampedSwiGLU
 
 @dataclass(frozen=True, kw_only=True)
 class MlpConfig:
-    """``down(activation(gate(x)) * up(x))``, or without a gate ``down(activation(up(x)))``.
+    """``down(activation(m * gate(x)) * up(x))`` with ``m`` for ``gate_multiplier``, or without a gate ``down(activation(up(x)))``.
 
     Parameters
     ----------
@@ -69,20 +69,26 @@ class MlpConfig:
         True if the projections have biases.
     gated : bool
         True if there is a gate.
+    gate_multiplier : float
+        Factor of the gate before its activation; 1 without a gate, and with clamped SwiGLU.
 
     Raises
     ------
     ConfigError
-        A value is out of range, or the activation needs a gate and there is none.
+        A value is out of range, or the activation or the multiplier needs a gate and there is none.
     """
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
     gated: bool = True
+    gate_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         int_in_range("MlpConfig.intermediate_size", self.intermediate_size, 1, MAX_DIMENSION, error=ConfigError)
+        positive_number("MlpConfig.gate_multiplier", self.gate_multiplier)
+        if self.gate_multiplier != 1 and (not self.gated or isinstance(self.activation, ClampedSwiGLU)):
+            raise ConfigError(f"MlpConfig.gate_multiplier: expected 1 without a gate and with clamped SwiGLU, got {self.gate_multiplier}.")
         if not isinstance(self.activation, ClampedSwiGLU):
             one_of("MlpConfig.activation", self.activation, ACTIVATIONS)
         elif not self.gated:
@@ -181,7 +187,8 @@ class RoutedMlpConfig:
     Raises
     ------
     ConfigError
-        A size is out of range, or there is a gate without a shared expert, or a bias without a latent size.
+        A size is out of range, there is a gate without a shared expert or a bias without a latent size, or an expert has a
+        ``gate_multiplier``.
     """
 
     kind: ClassVar[str] = "routed"
@@ -198,5 +205,7 @@ class RoutedMlpConfig:
             int_in_range("RoutedMlpConfig.latent_size", self.latent_size, 1, MAX_DIMENSION, error=ConfigError)
         elif self.latent_bias:
             raise ConfigError("RoutedMlpConfig.latent_bias: expected False without a latent size, got True.")
+        if any(mlp is not None and mlp.gate_multiplier != 1 for mlp in (self.expert, self.shared)):
+            raise ConfigError("RoutedMlpConfig.expert: expected experts with a gate_multiplier of 1, got another.")
         if self.shared_gate and self.shared is None:
             raise ConfigError("RoutedMlpConfig.shared_gate: expected False without a shared expert, got True.")

@@ -167,14 +167,12 @@ class ModelConfig:
     @property
     def recurrent_indices(self) -> tuple[int, ...]:
         """Indices of the layers with recurrent states."""
-        attention = self.attention_indices
-        return tuple(index for index, layer in enumerate(self.layers) if layer.mixer is not None and index not in attention)
+        return tuple(index for index, layer in enumerate(self.layers) if layer.recurrence is not None)
 
     @property
     def recurrent_layers(self) -> tuple[RecurrentConfig, ...]:
         """Mixers of the layers with recurrent states."""
-        mixers = (layer.mixer for layer in self.layers)
-        return tuple(mixer for mixer in mixers if mixer is not None and not isinstance(mixer, AttentionConfig))
+        return tuple(layer.recurrence for layer in self.layers if layer.recurrence is not None)
 
     def embedding_factor(self, dtype: str) -> float:
         """Return the factor of the embedding's rows.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from trt_kvcache._util.checks import int_in_range
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache._util.checks import int_in_range, positive_number
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model.norm_config import NormConfig
@@ -53,7 +57,7 @@ class ShortConvConfig:
 class Mamba2Config:
     """Mamba-2: ``out(norm(scan(x, b, c, dt) * silu(z)))`` with ``z, (x, b, c), dt = in(hidden)``.
 
-    Before the scan, ``x``, ``b`` and ``c`` go through a convolution with SiLU.
+    Before the scan, ``x``, ``b`` and ``c`` go through a convolution with SiLU. The norm may come before the gate, or be absent.
 
     It keeps the last ``kernel`` inputs of the convolution, and a state ``[num_heads, head_dim, state_size]``.
 
@@ -67,10 +71,18 @@ class Mamba2Config:
         Number of vectors ``b``, and of vectors ``c``, per token: a divisor of ``num_heads``. The norm has the same number of groups.
     kernel : int
         Inputs that an output of the convolution depends on.
-    norm : NormConfig
+    norm : NormConfig or None
         Norm of the scan's output.
+    gate_first : bool
+        True if the gate multiplies the input of the norm, False if it multiplies its output.
     conv_bias, bias : bool
         True if the convolution, or the projections, have biases.
+    out_bias : bool or None
+        True if the output projection has a bias, where that differs from ``bias``.
+    input_multiplier : float
+        Factor of the hidden state before the input projection.
+    projection_multipliers : tuple of float
+        Factors of ``z``, ``x``, ``b``, ``c`` and ``dt`` after that projection, rounded to the compute dtype; none at all for factors of 1.
     dt_min : float
         The smallest time step.
     dt_max : float or None
@@ -89,14 +101,26 @@ class Mamba2Config:
     state_size: int
     num_groups: int
     kernel: int
-    norm: NormConfig
+    norm: NormConfig | None
+    gate_first: bool = True
     conv_bias: bool = True
     bias: bool = False
+    out_bias: bool | None = None
+    input_multiplier: float = 1.0
+    projection_multipliers: tuple[float, ...] = ()
     dt_min: float = 0.0
     dt_max: float | None = None
 
     def __post_init__(self) -> None:
-        _rms_norm("Mamba2Config.norm", self.norm)
+        if self.norm is not None:
+            _rms_norm("Mamba2Config.norm", self.norm)
+        elif not self.gate_first:
+            raise ConfigError("Mamba2Config.gate_first: expected True without a norm, got False.")
+        positive_number("Mamba2Config.input_multiplier", self.input_multiplier)
+        if len(self.projection_multipliers) not in (0, 5):
+            raise ConfigError(f"Mamba2Config.projection_multipliers: expected 5 numbers or none, got {len(self.projection_multipliers)}.")
+        for index, factor in enumerate(self.projection_multipliers):
+            positive_number(f"Mamba2Config.projection_multipliers[{index}]", factor)
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "kernel"):
             int_in_range(f"Mamba2Config.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
         if self.num_heads % self.num_groups:
@@ -113,6 +137,30 @@ class Mamba2Config:
     def channels(self) -> int:
         """Channels of the convolution: ``x``, ``b`` and ``c``."""
         return self.inner + 2 * self.num_groups * self.state_size
+
+    @property
+    def has_out_bias(self) -> bool:
+        """True if the output projection has a bias."""
+        return self.bias if self.out_bias is None else self.out_bias
+
+    def projection_factors(self, dtype: str) -> npt.NDArray[Any] | None:
+        """Return the factor of each output of the input projection, in a dtype; None for factors of 1.
+
+        Parameters
+        ----------
+        dtype : str
+            The compute dtype.
+
+        Returns
+        -------
+        numpy.ndarray ``[inner + channels + num_heads]`` or None
+            In ``dtype``.
+        """
+        if not self.projection_multipliers:
+            return None
+        shared = self.num_groups * self.state_size
+        widths = (self.inner, self.inner, shared, shared, self.num_heads)
+        return np.repeat(np.asarray(self.projection_multipliers), widths).astype(numpy_dtype(dtype))
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

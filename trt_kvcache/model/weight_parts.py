@@ -66,15 +66,15 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
 
     Raises ConfigError if the family has no name for a weight that the layer needs.
     """
-    family, mixer = FAMILIES[config.family], config.layers[index].mixer
+    family, layer = FAMILIES[config.family], config.layers[index]
     shapes, stored = _stored(config, index)
     parts: dict[str, WeightPart] = {}
     for key, roles in stored.items():
-        heads = _heads(mixer) if key[0] in family.head_by_head else 1
-        sections = [_sections(mixer, role) or (shapes[role][0],) for role in roles]
+        heads = _heads(layer, roles[0]) if key[0] in family.head_by_head else 1
+        sections = [_sections(layer, role) or (shapes[role][0],) for role in roles]
         tensor, total = _tensor_name(config, index, key), sum(shapes[role][0] for role in roles)
         for role, rows in zip(roles, _rows(sections, heads), strict=True):
-            interleaved = _interleaved(mixer, role) if family.interleaved_rope else None
+            interleaved = _interleaved(layer.mixer, role) if family.interleaved_rope else None
             parts[role] = WeightPart(tensor=tensor, shape=shapes[role], rows=rows, tensor_rows=total, interleaved=interleaved)
     return {role: parts[role] for role in shapes}
 
@@ -133,15 +133,16 @@ def _rows(weights: list[tuple[int, ...]], heads: int) -> list[tuple[slice, ...]]
     return found
 
 
-def _heads(mixer: Mixer | None) -> int:
-    """Return the number of heads that such a tensor is divided by."""
-    if isinstance(mixer, GatedDeltaNetConfig):
-        return mixer.num_key_heads
-    return mixer.num_heads if isinstance(mixer, AttentionConfig) else 1
+def _heads(layer: LayerConfig, role: str) -> int:
+    """Return the number of heads that such a tensor is divided by. ``role``: of one of its weights."""
+    if isinstance(layer.recurrence, GatedDeltaNetConfig) and role.startswith("delta_"):
+        return layer.recurrence.num_key_heads
+    return layer.mixer.num_heads if isinstance(layer.mixer, AttentionConfig) else 1
 
 
-def _sections(mixer: Mixer | None, role: str) -> tuple[int, ...] | None:
+def _sections(layer: LayerConfig, role: str) -> tuple[int, ...] | None:
     """Return the rows of the per-head sections of a weight; None for a weight of one section."""
+    mixer = layer.recurrence
     if isinstance(mixer, GatedDeltaNetConfig) and role == "delta_qkv.weight":
         return mixer.key_width, mixer.key_width, mixer.value_width
     return None
@@ -203,12 +204,12 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     shapes |= _norm_shapes("input_norm", layer.input_norm, hidden)
     if isinstance(layer.mixer, AttentionConfig):
         shapes |= _attention_shapes(layer.mixer, hidden)
-    elif isinstance(layer.mixer, ShortConvConfig):
-        shapes |= _short_conv_shapes(layer.mixer, hidden)
-    elif isinstance(layer.mixer, Mamba2Config):
-        shapes |= _mamba2_shapes(layer.mixer, hidden)
-    elif isinstance(layer.mixer, GatedDeltaNetConfig):
-        shapes |= _gated_delta_net_shapes(layer.mixer, hidden)
+    if isinstance(layer.recurrence, ShortConvConfig):
+        shapes |= _short_conv_shapes(layer.recurrence, hidden)
+    elif isinstance(layer.recurrence, Mamba2Config):
+        shapes |= _mamba2_shapes(layer.recurrence, hidden)
+    elif isinstance(layer.recurrence, GatedDeltaNetConfig):
+        shapes |= _gated_delta_net_shapes(layer.recurrence, hidden)
     if isinstance(layer.mlp, RoutedMlpConfig):
         shapes |= _routed_mlp_shapes(layer.mlp, hidden)
     elif layer.mlp is not None:
@@ -283,8 +284,8 @@ def _mamba2_shapes(mixer: Mamba2Config, hidden: int) -> dict[str, tuple[int, ...
     shapes = _projection("mamba_in", mixer.inner + mixer.channels + mixer.num_heads, hidden, bias=mixer.bias)
     shapes |= _convolution(mixer.channels, mixer.kernel, bias=mixer.conv_bias)
     shapes |= dict.fromkeys(("a_log", "d", "dt_bias"), (mixer.num_heads,))
-    shapes["mamba_norm.weight"] = (mixer.inner,)
-    return shapes | _projection("mamba_out", hidden, mixer.inner, bias=mixer.bias)
+    shapes |= _norm_shapes("mamba_norm", mixer.norm, mixer.inner)
+    return shapes | _projection("mamba_out", hidden, mixer.inner, bias=mixer.has_out_bias)
 
 
 def _gated_delta_net_shapes(mixer: GatedDeltaNetConfig, hidden: int) -> dict[str, tuple[int, ...]]:

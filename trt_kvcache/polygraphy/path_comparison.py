@@ -191,10 +191,9 @@ class _Run:
         model = self._paths[0].session.model
         if difference is None or output.layer is None or model is None:
             return difference
-        indices = model.kv_indices if output.kind in ("K", "V") else model.recurrent_indices
-        mixer = model.layers[indices[output.layer]].mixer
-        assert mixer is not None  # it has K and V, or states
-        return replace(difference, decoder_layer=indices[output.layer], mixer=mixer.kind)
+        is_kv = output.kind in ("K", "V")
+        indices, mixers = (model.kv_indices, model.kv_layers) if is_kv else (model.recurrent_indices, model.recurrent_layers)
+        return replace(difference, decoder_layer=indices[output.layer], mixer=mixers[output.layer].kind)
 
     def _count_tokens(self, pair: _Pair, first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> None:
         ours, theirs = np.argmax(first, axis=-1).tolist(), np.argmax(second, axis=-1).tolist()

@@ -242,8 +242,8 @@ class ReferenceEngine(DecoderEngine):
     def _new_step(self, tensors: StepTensors, stream: Any) -> _NumpyStep:
         input_ids, last, start, logits = map(self.memory.array, (tensors.input_ids, tensors.last, tensors.start, tensors.logits))
         rope = {key: RopePositions(table, start, input_ids.shape[1]) for key, table in self._rope.items()}
-        attentions = iter(self._attentions(tensors, start, rope, stream))
-        recurrences = iter(_recurrences(self._config, tensors, stream))
+        attentions = dict(zip(self._config.attention_indices, self._attentions(tensors, start, rope, stream), strict=True))
+        recurrences = dict(zip(self._config.recurrent_indices, _recurrences(self._config, tensors, stream), strict=True))
         return _NumpyStep(
             tensors=tensors,
             stream=stream,
@@ -256,8 +256,7 @@ class ReferenceEngine(DecoderEngine):
             hidden_inputs=self._rows_of(self.hidden_inputs, input_ids),
             rope=rope,
             caches=[
-                None if layer.mixer is None else next(attentions) if isinstance(layer.mixer, AttentionConfig) else next(recurrences)
-                for layer in self._config.layers
+                LayerCache(attention=attentions.get(layer), recurrence=recurrences.get(layer)) for layer in range(self._config.num_layers)
             ],
         )
 

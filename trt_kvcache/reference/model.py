@@ -5,6 +5,7 @@ Hq query heads, H key-value heads, D head_dim.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -20,8 +21,13 @@ from trt_kvcache.reference.weights import DecoderLayerWeights, DecoderWeights, F
 #: Function of the weights of a recurrent layer and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
 LayerRecurrence = Callable[[DecoderLayerWeights, Float32], Float32]
 
-#: Operation of a layer on its cache: attention over K and V, a recurrence, or None.
-LayerCache = LayerAttention | LayerRecurrence | None
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCache:
+    """Operations of a layer on its cache: attention over K and V, and a recurrence; None for what it does not have."""
+
+    attention: LayerAttention | None
+    recurrence: LayerRecurrence | None
 
 
 def decoder_step(
@@ -101,19 +107,23 @@ def decoder_layer(
 ) -> Float32:
     """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed. ``per_layer``: its per-layer input ``[A, s, size]``."""
     normed = optional_norm(hidden, weights.input_norm, config.input_norm)
+    if config.parallel_mixer is not None:
+        assert cache.recurrence is not None
+        hidden = hidden + scaled(cache.recurrence(weights, normed), config.parallel_mixer_multiplier)
     if config.mixer is not None:
-        assert cache is not None
         if isinstance(config.mixer, AttentionConfig):
-            mixed = self_attention(config.mixer, weights, cast(LayerAttention, cache), normed)
+            assert cache.attention is not None
+            mixed = self_attention(config.mixer, weights, cache.attention, normed)
         else:
-            mixed = cast(LayerRecurrence, cache)(weights, normed)
+            assert cache.recurrence is not None
+            mixed = cache.recurrence(weights, normed)
         mixed = optional_norm(mixed, weights.mixer_output_norm, config.mixer_output_norm)
         hidden = hidden + scaled(mixed, config.residual_multiplier)
     if config.mlp is not None:
         normed = normed if config.parallel else optional_norm(hidden, weights.mlp_norm, config.mlp_norm)
         changed = routed_mlp(config.mlp, weights, normed) if isinstance(config.mlp, RoutedMlpConfig) else mlp(config.mlp, weights, normed)
         changed = optional_norm(changed, weights.mlp_output_norm, config.mlp_output_norm)
-        hidden = hidden + scaled(changed, config.residual_multiplier)
+        hidden = hidden + scaled(changed, config.mlp_factor)
     if config.per_layer_input is not None and per_layer is not None:
         gate = ACTIVATIONS[config.per_layer_input.activation](project(weights.projection("per_layer_gate"), hidden))
         change = project(weights.projection("per_layer_projection"), gate * per_layer)
@@ -123,6 +133,7 @@ def decoder_layer(
 
 def self_attention(config: AttentionConfig, layer: DecoderLayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
     """Apply the self-attention of one layer to its normalised input ``[A, s, hidden]``, with the output projection."""
+    hidden = scaled(hidden, config.input_multiplier)
     if config.stores_kv:
         q, *new = _qkv(config, layer, attention, hidden)
         attended = attention(q, (new[0], new[1]))
@@ -178,7 +189,9 @@ def mlp(config: MlpConfig, layer: DecoderLayerWeights, hidden: Float32, role: st
     activation, up = config.activation, product("up", hidden)
     if isinstance(activation, ClampedSwiGLU):
         return product("down", clamped_swiglu(activation, product("gate", hidden), up))
-    return product("down", ACTIVATIONS[activation](product("gate", hidden)) * up if config.gated else ACTIVATIONS[activation](up))
+    if not config.gated:
+        return product("down", ACTIVATIONS[activation](up))
+    return product("down", ACTIVATIONS[activation](scaled(product("gate", hidden), config.gate_multiplier)) * up)
 
 
 def routed_mlp(config: RoutedMlpConfig, layer: DecoderLayerWeights, hidden: Float32) -> Float32:

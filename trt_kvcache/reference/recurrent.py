@@ -22,7 +22,8 @@ from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
-from trt_kvcache.reference.model import project
+from trt_kvcache.reference.activations import silu
+from trt_kvcache.reference.model import project, scaled
 from trt_kvcache.reference.weights import DecoderLayerWeights, Float32
 
 #: States of a layer before and after a step, ``[A, ...]``.
@@ -107,15 +108,20 @@ class Mamba2(Recurrence[Mamba2Config]):
     """Mamba-2 of one layer in one step: a :class:`Recurrence`."""
 
     def __call__(self, weights: DecoderLayerWeights, hidden: Float32) -> Float32:
-        """Return ``out(norm(scan(x, b, c, dt) * silu(z)))``, and write both states."""
+        """Return ``out(norm(scan(x, b, c, dt) * silu(z)))``, with the norm where the model has it, and write both states."""
         mixer = self._mixer
-        projected = project(weights.projection("mamba_in"), hidden)
+        projected = project(weights.projection("mamba_in"), scaled(hidden, mixer.input_multiplier))
+        factors = mixer.projection_factors(self._states[StateKind.CONV][0].dtype)
+        if factors is not None:
+            projected *= factors.astype(np.float32)
         gate, mixed, dt = np.split(projected, [mixer.inner, mixer.inner + mixer.channels], axis=-1)
         mixed = self._convolve(weights, mixed, silu=True)
         x, b, c = np.split(mixed, [mixer.inner, mixer.inner + mixer.num_groups * mixer.state_size], axis=-1)
         scanned = self._scan(weights, x, b, c, dt)
-        size = mixer.inner // mixer.num_groups
-        normed = self._gated_norm(scanned, gate, weights["mamba_norm.weight"], mixer.norm, group_size=size, gate_first=True)
+        if mixer.norm is None:
+            return project(weights.projection("mamba_out"), scanned * silu(gate))
+        size, weight = mixer.inner // mixer.num_groups, weights["mamba_norm.weight"]
+        normed = self._gated_norm(scanned, gate, weight, mixer.norm, group_size=size, gate_first=mixer.gate_first)
         return project(weights.projection("mamba_out"), normed)
 
     def _scan(self, weights: DecoderLayerWeights, x: Float32, b: Float32, c: Float32, dt: Float32) -> Float32:

@@ -57,6 +57,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("gated_delta_net", "output_gate", "relu2", "ungated_mlp", "experts", "shared_expert", "latent_experts"),
         *("interleaved_rope", "norm_after_rope", "layer_norm", "parallel", "sinks", "clamped_swiglu"),
         *("v_norm", "values_are_keys", "shared_kv", "per_layer_embeddings", "output_scale", "merged_input"),
+        *("parallel_mixers", "no_scan_norm", "gate_after_norm", "projection_multipliers"),
     }
 )
 

@@ -28,5 +28,9 @@ class Mlp:
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Return the output."""
-        projections = operations.projections
-        return projections.project(self.down, projections.activated(self.inputs, normed, self.config))
+        projections, config = operations.projections, self.config
+        if config.gate_multiplier == 1:
+            return projections.project(self.down, projections.activated(self.inputs, normed, config))
+        inputs = projections.project(self.inputs, normed)
+        inputs[..., : config.intermediate_size].mul_(config.gate_multiplier)  # the kernels that activate a product have no factor
+        return projections.project(self.down, operations.elementwise.inner(inputs, config))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -16,7 +17,7 @@ from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 from trt_kvcache.torch_engine.fused_projections import fused
 from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, HeadCounts, Operations, StateSpace, TorchProjection
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, HeadCounts, Operations, StateSpace, TorchProjection, scaled
 from trt_kvcache.torch_engine.per_layer_input import PerLayerInput
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
 from trt_kvcache.torch_engine.stored_weights import StoredWeights
@@ -52,7 +53,7 @@ class SelfAttention:
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write K and V of the new tokens into the cache and return the output."""
         config, project = self.config, operations.projections.project
-        qkv = project(self.inputs, normed)
+        qkv = project(self.inputs, scaled(normed, config.input_multiplier))
         gate: torch.Tensor | None = None
         if config.output_gate:
             gate_width = config.num_heads * config.head_dim
@@ -97,14 +98,15 @@ class ShortConvolution:
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2:
-    """Mamba-2. ``norm``: the weight ``[inner]`` of the gated norm."""
+    """Mamba-2. ``factors``: of the outputs of ``mamba_in``, or None for 1. ``norm``: the weight ``[inner]`` of the norm, or None."""
 
     index: int
     config: Mamba2Config
     mamba_in: TorchProjection
+    factors: torch.Tensor | None
     conv: Convolution
     space: StateSpace
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     mamba_out: TorchProjection
 
     @classmethod
@@ -116,20 +118,34 @@ class Mamba2:
             dt_bias=stored["dt_bias"].float(),
             dt_limits=(config.dt_min, math.inf if config.dt_max is None else config.dt_max),
         )
-        mamba_in, mamba_out = (fused(stored, name) for name in ("mamba_in", "mamba_out"))
-        norm = stored["mamba_norm.weight"]
-        return cls(index=index, config=config, mamba_in=mamba_in, conv=_convolution(stored), space=space, norm=norm, mamba_out=mamba_out)
+        conv = _convolution(stored)
+        factors = config.projection_factors(str(conv.weight.dtype).removeprefix("torch."))
+        return cls(
+            index=index,
+            config=config,
+            mamba_in=fused(stored, "mamba_in"),
+            factors=None if factors is None else torch.from_numpy(factors.astype(np.float32)).to(conv.weight),
+            conv=conv,
+            space=space,
+            norm=stored.get("mamba_norm.weight"),
+            mamba_out=fused(stored, "mamba_out"),
+        )
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write both states and return the output."""
         config, states, project = self.config, operations.states, operations.projections.project
-        gate, mixed, dt = project(self.mamba_in, normed).split([config.inner, config.channels, config.num_heads], dim=2)
+        projected = project(self.mamba_in, scaled(normed, config.input_multiplier))
+        if self.factors is not None:
+            projected = projected.mul_(self.factors)
+        gate, mixed, dt = projected.split([config.inner, config.channels, config.num_heads], dim=2)
         shared = config.num_groups * config.state_size
         x, b, c = states.convolve(self.index, mixed, self.conv, silu=True).split([config.inner, shared, shared], dim=2)
         b, c = (part.unflatten(2, (config.num_groups, -1)) for part in (b, c))
         scanned = states.scan(self.index, x.unflatten(2, (config.num_heads, -1)), dt, b, c, self.space).flatten(2)
-        group_size, eps = config.inner // config.num_groups, config.norm.epsilon
-        return project(self.mamba_out, states.gated_norm(scanned, gate, self.norm, group_size=group_size, gate_first=True, eps=eps))
+        if self.norm is None or config.norm is None:
+            return project(self.mamba_out, operations.elementwise.gated(torch.cat((gate, scanned), dim=2), "silu"))
+        size, eps, gate_first = config.inner // config.num_groups, config.norm.epsilon, config.gate_first
+        return project(self.mamba_out, states.gated_norm(scanned, gate, self.norm, group_size=size, gate_first=gate_first, eps=eps))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,17 +109,25 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
 
 
 def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> Iterator[Block]:
-    """Yield one block for each mixer, MLP and per-layer input, layer by layer."""
+    """Yield one block for each mixer, MLP and per-layer input, layer by layer; a second mixer comes before the attention next to it."""
     attention, recurrent = count(), count()
     for index, layer in enumerate(config.layers):
         stored = stored_weights(config, index, load, load_packed)
         scale = stored["output_scale"] if layer.output_scale else None
         parts = [part for part in (layer.mixer, layer.mlp, layer.per_layer_input) if part is not None]
+        input_norm, shares_input = _norm(layer.input_norm, stored.input_norm), layer.parallel_mixer is not None
+        if layer.parallel_mixer is not None:
+            part = _mixer(next(recurrent), layer.parallel_mixer, stored)
+            yield Block(norm=input_norm, part=part, output_norm=None, factor=layer.parallel_mixer_multiplier)
         if layer.mixer is not None:
-            part = _mixer(next(attention if isinstance(layer.mixer, AttentionConfig) else recurrent), layer.mixer, stored)
-            norms = (_norm(layer.input_norm, stored.input_norm), _norm(layer.mixer_output_norm, stored.mixer_output_norm))
-            own_scale = scale if len(parts) == 1 else None
-            yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier, scale=own_scale)
+            yield Block(
+                norm=None if shares_input else input_norm,
+                part=_mixer(next(attention if isinstance(layer.mixer, AttentionConfig) else recurrent), layer.mixer, stored),
+                output_norm=_norm(layer.mixer_output_norm, stored.mixer_output_norm),
+                factor=layer.residual_multiplier,
+                shares_input=shares_input,
+                scale=scale if len(parts) == 1 else None,
+            )
         if layer.mlp is not None:
             norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
             mlp = RoutedMlp.of(layer.mlp, stored) if isinstance(layer.mlp, RoutedMlpConfig) else Mlp.of(layer.mlp, stored)
@@ -127,7 +135,7 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
                 norm=norms[0],
                 part=mlp,
                 output_norm=norms[1],
-                factor=layer.residual_multiplier,
+                factor=layer.mlp_factor,
                 shares_input=layer.parallel,
                 scale=scale if layer.per_layer_input is None else None,
             )

@@ -129,6 +129,8 @@ def test_segments_over_quantized_k_and_v(rtx, tmp_path, model, kv_dtype):
         ("cohere2", "bfloat16"),
         ("lfm2", "float16"),
         ("bamba", "bfloat16"),
+        ("falcon_h1", "bfloat16"),
+        ("falcon_h1-bias", "float16"),
         ("ministral3", "float16"),
         ("mistral", "bfloat16"),
         ("olmo2", "float16"),

@@ -11,6 +11,7 @@ from trt_kvcache.builder.network.step_lengths import StepLengths
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.decoder_tensors import CacheIndices
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import RopeKind
@@ -25,7 +26,7 @@ class DecoderContext:
     names: TensorNames
     max_sequence_length: int  # tokens that a slot can hold, S
     attention: Mapping[int, AttentionLayerConfig]  # by layer, for layers with attention
-    indices: tuple[int | None, ...]  # of the K and V, or the states, of each layer in the cache
+    indices: tuple[CacheIndices, ...]  # of the K and V, and the states, of each layer in the cache
     states: Sequence[Mapping[StateKind, tuple[TensorSpec, TensorSpec]]]  # past and present tensors of each layer with states
     new_tokens: NewTokens
     unit_triangle: UnitTriangle

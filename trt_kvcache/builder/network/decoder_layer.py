@@ -1,4 +1,4 @@
-"""One decoder layer: mixer and MLP, each with its norms and a residual connection."""
+"""One decoder layer: mixers and MLP, each with its norms and a residual connection."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from trt_kvcache.builder.network.self_attention import self_attention
 from trt_kvcache.builder.network.short_convolution import short_convolution
 from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.model import AttentionConfig, MlpConfig
-from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
+from trt_kvcache.model.recurrent_config import Mamba2Config, RecurrentConfig, ShortConvConfig
 
 
 def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, index: int) -> Any:
@@ -23,6 +23,10 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
     normed, network = None, graph.network
     if layer.mixer is not None:
         normed = optional_norm(graph, x, own, "input_norm", layer.input_norm)
+        if layer.parallel_mixer is not None:  # before attention, at which a segment may end
+            changed = _recurrence(graph, normed, own, context, index, layer.parallel_mixer)
+            changed = multiplied(graph, f"{module}/scale_parallel_mixer", changed, layer.parallel_mixer_multiplier)
+            x = graph.elementwise(f"{module}/add_parallel_mixer", x, "SUM", changed)
         mixed, x = _mix(graph, normed, own, context, index, residual=x)
         if layer.parallel and graph.network is not network:  # a segment of its own, which has the residual
             normed = optional_norm(graph, x, own, "input_norm", layer.input_norm)
@@ -33,7 +37,7 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
         assert isinstance(layer.mlp, MlpConfig), "experts were refused"
         normed = normed if layer.parallel else optional_norm(graph, x, own, "mlp_norm", layer.mlp_norm)
         changed = optional_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
-        changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.residual_multiplier)
+        changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.mlp_factor)
         x = graph.elementwise(f"{module}/add_mlp", x, "SUM", changed)
     if layer.output_scale:
         scale = graph.constant(f"{module}.output_scale", own("output_scale").reshape(1, 1, 1))
@@ -43,12 +47,18 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
 
 def _mix(graph: Graph, x: Any, weights: LayerWeights, context: DecoderContext, index: int, *, residual: Any) -> tuple[Any, Any]:
     """Apply the mixer to the normalised hidden state; return its output, and the residual in the network that is built from now on."""
-    mixer, module = context.model.layers[index].mixer, f"model.layers.{index}"
+    mixer = context.model.layers[index].mixer
     if isinstance(mixer, AttentionConfig):
-        return self_attention(graph, x, weights, f"{module}.self_attn", context, index, residual=residual)
+        return self_attention(graph, x, weights, f"model.layers.{index}.self_attn", context, index, residual=residual)
+    assert mixer is not None
+    return _recurrence(graph, x, weights, context, index, mixer), residual
+
+
+def _recurrence(graph: Graph, x: Any, weights: LayerWeights, context: DecoderContext, index: int, mixer: RecurrentConfig) -> Any:
+    """Apply a recurrent mixer to the normalised hidden state."""
+    module = f"model.layers.{index}"
     if isinstance(mixer, ShortConvConfig):
-        return short_convolution(graph, x, weights, f"{module}.conv", context, index, mixer), residual
+        return short_convolution(graph, x, weights, f"{module}.conv", context, index, mixer)
     if isinstance(mixer, Mamba2Config):
-        return mamba2(graph, x, weights, f"{module}.mamba", context, index, mixer), residual
-    assert isinstance(mixer, GatedDeltaNetConfig)
-    return gated_delta_net(graph, x, weights, f"{module}.linear_attn", context, index, mixer), residual
+        return mamba2(graph, x, weights, f"{module}.mamba", context, index, mixer)
+    return gated_delta_net(graph, x, weights, f"{module}.linear_attn", context, index, mixer)

@@ -1,4 +1,4 @@
-"""RMSNorm with a gate, over groups of columns, after the scan of layers with states."""
+"""A gate, with RMSNorm over groups of columns or without, after the scan of layers with states."""
 
 from typing import Any
 
@@ -6,6 +6,13 @@ import numpy as np
 
 from trt_kvcache.builder.network.activations import silu
 from trt_kvcache.builder.network.graph import Graph
+
+
+def gated(graph: Graph, name: str, x: Any, gate: Any) -> Any:
+    """Multiply ``x`` ``[B, s, columns]`` by SiLU of the gate. Computed in float32."""
+    wide, opened = (graph.cast(f"{name}/{what}/to_float32", one, "float32") for what, one in (("x", x), ("gate", gate)))
+    product = graph.elementwise(f"{name}/gated", wide, "PROD", silu(graph, f"{name}/gate", opened))
+    return graph.cast(f"{name}/round", product, graph.dtype)
 
 
 def gated_norm(

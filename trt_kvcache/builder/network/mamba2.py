@@ -7,9 +7,10 @@ import numpy as np
 from trt_kvcache.builder.network.activations import silu, softplus
 from trt_kvcache.builder.network.causal_convolution import causal_convolution
 from trt_kvcache.builder.network.context import DecoderContext
-from trt_kvcache.builder.network.gated_norm import gated_norm
+from trt_kvcache.builder.network.gated_norm import gated, gated_norm
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import linear
+from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.selective_scan import ScanInputs, selective_scan
 from trt_kvcache.builder.network.sizes import columns
 from trt_kvcache.builder.network.states import past_state, present_state
@@ -23,24 +24,32 @@ def mamba2(graph: Graph, x: Any, weights: LayerWeights, module: str, context: De
 
     Convolution, time steps, scan and norm compute in float32; the result has the dtype of the model.
     """
+    x = multiplied(graph, f"{module}/scale_input", x, mixer.input_multiplier)
     projected = linear(graph, x, weights, "mamba_in", bias=mixer.bias)
+    factors = mixer.projection_factors(graph.dtype)
+    if factors is not None:
+        constant = graph.constant(f"{module}/factors", factors.reshape(1, 1, -1))
+        projected = graph.elementwise(f"{module}/scale_parts", projected, "PROD", constant)
     is_new = context.new_tokens.is_new(graph, projected)
     nothing = graph.scalar(f"{module}/nothing", 0, graph.dtype, 3)
     projected = graph.op(f"{module}/new", "select", is_new, projected, nothing)  # what padding holds may not be finite
     gate, mixed, dt = columns(graph, f"{module}/parts", projected, (mixer.inner, mixer.channels, mixer.num_heads))
     convolved = causal_convolution(graph, f"{module}/conv", mixed, weights, context, layer, kernel=mixer.kernel, bias=mixer.conv_bias)
     scanned = _scanned(graph, silu(graph, f"{module}/conv", convolved), dt, is_new, weights, f"{module}/scan", context, layer, mixer)
-    normed = gated_norm(
-        graph,
-        f"{module}/norm",
-        scanned,
-        gate,
-        weights("mamba_norm.weight"),
-        group_size=mixer.inner // mixer.num_groups,
-        gate_first=True,
-        epsilon=mixer.norm.epsilon,
-    )
-    return linear(graph, normed, weights, "mamba_out", bias=mixer.bias)
+    if mixer.norm is None:
+        normed = gated(graph, f"{module}/gate", scanned, gate)
+    else:
+        normed = gated_norm(
+            graph,
+            f"{module}/norm",
+            scanned,
+            gate,
+            weights("mamba_norm.weight"),
+            group_size=mixer.inner // mixer.num_groups,
+            gate_first=mixer.gate_first,
+            epsilon=mixer.norm.epsilon,
+        )
+    return linear(graph, normed, weights, "mamba_out", bias=mixer.has_out_bias)
 
 
 def _scanned(

@@ -5,6 +5,7 @@ from typing import Any
 from trt_kvcache.builder.network.activations import gelu_tanh, relu2, silu
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import linear
+from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.model import MlpConfig
 
@@ -19,6 +20,7 @@ def mlp(graph: Graph, x: Any, weights: LayerWeights, module: str, config: MlpCon
     if not config.gated:
         activated = activation(graph, module, linear(graph, x, weights, "up", bias=config.bias))
         return linear(graph, activated, weights, "down", bias=config.bias)
-    activated = activation(graph, module, linear(graph, x, weights, "gate", bias=config.bias))
+    gate = multiplied(graph, f"{module}/scale_gate", linear(graph, x, weights, "gate", bias=config.bias), config.gate_multiplier)
+    activated = activation(graph, module, gate)
     up = linear(graph, x, weights, "up", bias=config.bias)
     return linear(graph, graph.elementwise(f"{module}/gated", activated, "PROD", up), weights, "down", bias=config.bias)

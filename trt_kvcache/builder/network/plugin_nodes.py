@@ -50,9 +50,9 @@ def decoder_plugin_layers(
     ``operations`` are names of registered operations, by the names of our operations that they replace.
     """
     attention = {
-        layer: _attention_node(model, layer, index, names, cache, graph.dtype, operations.get(AttentionOp.name))
+        layer: _attention_node(model, layer, index.kv, names, cache, graph.dtype, operations.get(AttentionOp.name))
         for layer, index in enumerate(cache_indices(model))
-        if index is not None and isinstance(model.layers[layer].mixer, AttentionConfig)
+        if index.kv is not None
     }
     table = TensorType((model.vocab_size, model.hidden_size), graph.dtype), TensorType((-1, -1), "int32")
     registered = operations.get(EmbeddingOp.name)

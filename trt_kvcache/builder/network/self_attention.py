@@ -10,6 +10,7 @@ from trt_kvcache.builder.network.linear import linear
 from trt_kvcache.builder.network.norm import divide_by_root_mean_square, optional_norm
 from trt_kvcache.builder.network.query_scaling import scale_queries
 from trt_kvcache.builder.network.rope import RopeTables, apply_rope
+from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.softcapped_attention import softcapped_attention
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant, window_in_cache
@@ -25,6 +26,7 @@ def self_attention(
     A segment cut passes the residual on to the next network: see ``AttentionLowering``.
     """
     mixer = context.model.layers[layer].attention
+    x = multiplied(graph, f"{module}/scale_input", x, mixer.input_multiplier)
     heads = {"q": mixer.num_heads, **dict.fromkeys(("k", "v") if mixer.stores_kv else (), mixer.num_kv_heads)}
     rotation = _rotation_before_norms(graph, x, context, mixer)
     rows = {side: linear(graph, x, weights, side, bias=mixer.qkv_bias) for side in heads if side != "v" or not mixer.values_are_keys}
@@ -129,7 +131,7 @@ def _updated(graph: Graph, k: Any, v: Any, context: DecoderContext, layer: int) 
 
 def _cache_index(context: DecoderContext, layer: int) -> int:
     """Return the index of a layer's K and V among the caches."""
-    index = context.indices[layer]
+    index = context.indices[layer].kv
     assert index is not None
     return index
 

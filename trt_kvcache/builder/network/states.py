@@ -10,7 +10,7 @@ from trt_kvcache.engine.protocol import TensorSpec
 
 def state_specs(context: DecoderContext, layer: int) -> dict[StateKind, tuple[TensorSpec, TensorSpec]]:
     """Return the input and output of each state of a layer."""
-    index = context.indices[layer]
+    index = context.indices[layer].states
     assert index is not None
     return dict(context.states[index])
 

@@ -87,24 +87,28 @@ def silu_convolution(fields: ConfigFields, name: str = "hidden_act") -> None:
         raise fields.refusal(name, "silu, the activation of the convolutions of layers with states")
 
 
-def mamba2(fields: ConfigFields) -> Mamba2Config:
-    """Return the Mamba-2 of all layers from the fields ``mamba_*``; ``mamba_d_head`` may be ``"auto"``."""
+def mamba2(fields: ConfigFields, *, width: str | None = None, **options: Any) -> Mamba2Config:
+    """Return the Mamba-2 of all layers from the fields ``mamba_*``; ``mamba_d_head`` may be ``"auto"``.
+
+    ``width``: name of a field with the elements of all heads, which are ``mamba_expand * hidden_size`` without it.
+    """
     silu_convolution(fields)
-    inner, heads = fields.integer("mamba_expand") * fields.integer("hidden_size"), fields.integer("mamba_n_heads")
+    name, heads = width if width is not None and width in fields else "mamba_expand * hidden_size", fields.integer("mamba_n_heads")
+    inner = fields.integer(name) if name == width else fields.integer("mamba_expand") * fields.integer("hidden_size")
     if inner % heads:
-        raise ConfigError(f"mamba_n_heads: expected a divisor of mamba_expand * hidden_size = {inner}, got {heads}.")
+        raise ConfigError(f"mamba_n_heads: expected a divisor of {name} = {inner}, got {heads}.")
     if fields.get("mamba_d_head") not in ("auto", inner // heads):
-        raise fields.refusal("mamba_d_head", f"{inner // heads}, which is mamba_expand * hidden_size / mamba_n_heads, or auto")
+        raise fields.refusal("mamba_d_head", f"{inner // heads}, which is {name} / mamba_n_heads, or auto")
     return Mamba2Config(
         num_heads=heads,
         head_dim=inner // heads,
         state_size=fields.integer("mamba_d_state"),
         num_groups=fields.integer("mamba_n_groups"),
         kernel=fields.integer("mamba_d_conv"),
-        norm=norm(fields),
         conv_bias=fields.flag("mamba_conv_bias", True),
         bias=fields.flag("mamba_proj_bias", False),
         **dt_limits(fields),
+        **{"norm": norm(fields), **options},
     )
 
 

@@ -18,6 +18,7 @@ from trt_kvcache.model.families import (
     cohere2,
     ernie4_5,
     exaone4,
+    falcon_h1,
     gemma2,
     gemma3,
     gemma3_text,
@@ -70,6 +71,7 @@ FAMILIES: Mapping[str, Family] = {
         *(olmo2, olmo3, granite, ernie4_5, exaone4, glm4, hunyuan_v1_dense, starcoder2, stablelm, cohere2),
         *(qwen3_moe, mixtral, olmoe, gpt_oss),
         *(qwen3_next, qwen3_5_text, qwen3_5, qwen3_5_moe_text, qwen3_5_moe, lfm2, lfm2_moe, mamba2, bamba, granitemoehybrid, nemotron_h),
+        falcon_h1,
     )
 }
 
@@ -83,7 +85,6 @@ _REFUSED_FIELDS = {
     "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
     "kv_lora_rank": "has multi-head latent attention (MLA)",
-    "mamba_d_ssm": "has attention and Mamba-2 side by side in each layer",
     "is_encoder_decoder": "has an encoder",
     "add_cross_attention": "has cross attention",
     "cross_attention_layers": "has cross attention",
