@@ -607,6 +607,8 @@ _FILES = {
     "end_to_end_llama": _packed_end_to_end,
     "end_to_end_q4_0": _packed_end_to_end,
     "end_to_end_int8": _packed_end_to_end,
+    "end_to_end_int4": _packed_end_to_end,
+    "end_to_end_q4_k_m": _packed_end_to_end,
     "steps": _steps,
     "states": _state_steps,
     "states_prefill": _state_prefill,
