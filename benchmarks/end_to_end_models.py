@@ -27,9 +27,9 @@ LLAMA_3_8B = {**LLAMA_3_8B_SHAPE, "max_position_embeddings": 8192 + 1024}  # roo
 
 MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen2-0.5B": QWEN2_0_5B, "Qwen3-4B": QWEN3_4B}
 
-#: What the models become where only the script is tried: inputs of whole super-blocks.
+#: Fields of models with which the script is only tried. Matrices have rows of whole super-blocks.
 _TINY = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-#: What they become where tokens are compared: small, and of a head dim that the attention kernels know.
+#: Fields of models whose tokens are compared: small, with a head dim that the attention kernels support.
 _SMALL = {
     "vocab_size": 2048,
     "hidden_size": 256,

@@ -1,4 +1,4 @@
-"""Which of the collected tests run: ``--part K/N`` and ``--each-value``, both by the names of tests, so that any two runs agree."""
+"""The pytest options ``--part`` and ``--each-value``, which select tests. Both choose by the names of tests: two runs select the same."""
 
 from __future__ import annotations
 

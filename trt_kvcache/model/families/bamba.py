@@ -1,7 +1,7 @@
 """Bamba: Mamba-2 in most layers, attention with partial RoPE (half of each head) in the others."""
 
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.families.family import LLAMA_NAMES, MAMBA_NAMES, Family
+from trt_kvcache.model.families.family import BAMBA_NAMES, Family
 from trt_kvcache.model.families.fields import attention, layer_indices, mamba2, mlp, model, num_layers, pre_norm_layer, rope
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.model_config import ModelConfig
@@ -42,12 +42,5 @@ FAMILY = Family(
     },
     read=read,
     final_norm="model.final_layernorm.weight",
-    names={
-        **LLAMA_NAMES,
-        **MAMBA_NAMES,
-        "mlp_norm": "pre_ff_layernorm",
-        "gate": "feed_forward.gate_proj",
-        "up": "feed_forward.up_proj",
-        "down": "feed_forward.down_proj",
-    },
+    names=BAMBA_NAMES,
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.families.family import LLAMA_NAMES, MAMBA_NAMES, Family
+from trt_kvcache.model.families.family import BAMBA_NAMES, Family
 from trt_kvcache.model.families.fields import attention, mamba2, mlp, model, norm, num_layers, pre_norm_layer, rope
 from trt_kvcache.model.layer_config import AttentionConfig
 from trt_kvcache.model.model_config import ModelConfig
@@ -97,12 +97,5 @@ FAMILY = Family(
     },
     read=read,
     final_norm="model.final_layernorm.weight",
-    names={
-        **LLAMA_NAMES,
-        **MAMBA_NAMES,
-        "mlp_norm": "pre_ff_layernorm",
-        "gate": "feed_forward.gate_proj",
-        "up": "feed_forward.up_proj",
-        "down": "feed_forward.down_proj",
-    },
+    names=BAMBA_NAMES,
 )

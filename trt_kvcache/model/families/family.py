@@ -70,6 +70,16 @@ MAMBA_NAMES: Mapping[str, str] = {
     "mamba_out": "mamba.out_proj",
 }
 
+#: Names of the weights of layers with Mamba-2 and attention under the names of Bamba.
+BAMBA_NAMES: Mapping[str, str] = {
+    **LLAMA_NAMES,
+    **MAMBA_NAMES,
+    "mlp_norm": "pre_ff_layernorm",
+    "gate": "feed_forward.gate_proj",
+    "up": "feed_forward.up_proj",
+    "down": "feed_forward.down_proj",
+}
+
 #: Prefixes of multi-token prediction heads.
 DRAFT_HEADS = "mtp."
 
