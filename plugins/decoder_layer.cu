@@ -164,6 +164,18 @@ __device__ __forceinline__ void gated_mul(const unsigned* gate_up, unsigned* out
     out[row * words + word] = pack(Element{}, {Activation::of(gate.x) * up.x, Activation::of(gate.y) * up.y});
 }
 
+// out[row][i] = in[row][order[i]]: the columns of rows in another order. Elements of 16 bits, `words` pairs of them in a
+// row. Grid: x over rows, y along a row.
+extern "C" __global__ void gather_columns(const unsigned short* in, const int* order, unsigned* out, long long words) {
+    const long long word = static_cast<long long>(blockIdx.y) * blockDim.x + threadIdx.x, row = blockIdx.x;
+    const uint2 columns = word < words ? reinterpret_cast<const uint2*>(order)[word] : uint2{};
+    grid_dependents_may_launch();  // this is short: the product of the rows can begin to read its weights
+    grid_dependency_wait();
+    if (word >= words) return;
+    in += 2 * row * words;
+    out[row * words + word] = in[columns.x] | static_cast<unsigned>(in[columns.y]) << 16;
+}
+
 #define NORM_PARAMETERS \
     unsigned *hidden, const unsigned *change, const unsigned *weight, unsigned *out, long long words, double eps, \
         double weight_offset

@@ -62,12 +62,16 @@ def asymmetric(weight: np.ndarray[Any, Any], bits: int, groups: np.ndarray[Any, 
     return np.clip(codes, 0, top).astype(np.int64), scales, zeros
 
 
-def gptq(*, bits: int = 4, group_size: int = 8, version: int = 1, order: bool = False, symmetric: bool = False) -> Quantize:
+def gptq(
+    *, bits: int = 4, group_size: int = 8, version: int = 1, order: bool = False, one_order: bool = False, symmetric: bool = False
+) -> Quantize:
+    """Return how GPTQ stores weights. ``one_order``: as libraries write it, the same for all matrices of the same input."""
+
     def quantize(weight: np.ndarray[Any, Any], random: np.random.Generator) -> tuple[Tensors, np.ndarray[Any, Any]]:
         inputs = weight.shape[1]
         groups = np.arange(inputs) // group_size
         if order:
-            groups = random.permutation(groups)
+            groups = (np.random.default_rng(inputs) if one_order else random).permutation(groups)
         codes, scales, zeros = asymmetric(weight, bits, groups)
         if symmetric:
             zeros[:] = 1 << (bits - 1)
@@ -264,10 +268,21 @@ def write_quantized(folder: Path, model: str, quantize: Quantize, config: dict[s
 
 
 def write_fp8(folder: Path, block: tuple[int, int], name: str | None = None, **fields: Any) -> Path:
-    """Write a random model in FP8: :func:`write_model` with ``fields``, or with those of a golden model and ``fields``."""
+    """Write a random model in FP8: see :func:`write_random`."""
+    return write_random(folder, fp8_blocks(block=block), {**FP8_CONFIG, "weight_block_size": list(block)}, name, **fields)
+
+
+def write_gptq(folder: Path, group_size: int, name: str | None = None, *, one_order: bool, **fields: Any) -> Path:
+    """Write a random model in GPTQ with act-order: see :func:`write_random`."""
+    config = {**GPTQ_CONFIG, "group_size": group_size, "desc_act": True, "checkpoint_format": "gptq"}
+    return write_random(folder, gptq(group_size=group_size, order=True, one_order=one_order), config, name, **fields)
+
+
+def write_random(folder: Path, quantize: Quantize, config: dict[str, Any], name: str | None = None, **fields: Any) -> Path:
+    """Write a quantized model: :func:`write_model` with ``fields``, or with those of a golden model and ``fields``."""
     golden = {} if name is None else json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8"))
     source = write_model(folder.parent / f"{folder.name}-source", **{**golden, **fields})
-    write_quantized(folder, str(source), fp8_blocks(block=block), {**FP8_CONFIG, "weight_block_size": list(block)})
+    write_quantized(folder, str(source), quantize, config)
     return folder
 
 

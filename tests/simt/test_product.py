@@ -151,6 +151,7 @@ DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
     f"recurrent/delta_rule_{name}.cuh" for name in ("chunks", "matrices", "step", "update")
 )
 LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_layer_kernels.py"
+COLUMN_TESTS = "test_column_order_kernels.py"
 PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed_stream.cuh", "linear/packed_values.cuh"
 SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_block_values.cuh"
 EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/experts.cu"
@@ -883,6 +884,16 @@ MISTAKES = {
         "none",
         DECODER_LAYER_TESTS,
         "Mismatched",
+    ),
+    "columns of the first row for all": ("decoder_layer.cu", "    in += 2 * row * words;\n", "", "none", COLUMN_TESTS, "Mismatched"),
+    "columns in pairs": ("decoder_layer.cu", "in[columns.y]", "in[columns.x + 1]", "none", COLUMN_TESTS, "Mismatched"),
+    "columns behind the last one of a row": (
+        "decoder_layer.cu",
+        "    if (word >= words) return;\n    in +=",
+        "    in +=",
+        "address",
+        COLUMN_TESTS,
+        OVERRUN,
     ),
     "sums are overwritten while they are read": ("linear/product.cuh", "turn * Partials::kFloats", "0", "thread", LINEAR_TESTS, RACE),
     "weights behind the last input": (

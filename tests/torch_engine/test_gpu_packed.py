@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.gguf_files import random_super_blocks, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint
 from tests.helpers.models import changed_model, write_model
-from tests.helpers.quantized_models import FP8_CONFIG, fp8_blocks, write_fp8
+from tests.helpers.quantized_models import FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_fp8, write_gptq
 from tests.paths import GOLDEN
 from tests.torch_engine.needs_torch import need_torch
 
@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from trt_kvcache import Checkpoint, CudaMemory, HostMemory, InferenceSession, ReferenceEngine  # noqa: E402
 from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
 from trt_kvcache.checkpoint.quantized.fp8_blocks import FP8Blocks  # noqa: E402
+from trt_kvcache.checkpoint.quantized.gptq import GPTQ  # noqa: E402
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks  # noqa: E402
 from trt_kvcache.engine.decoder_cache import decoder_cache_config  # noqa: E402
 from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel  # noqa: E402
@@ -103,16 +104,39 @@ def test_fp8_is_dequantized_bit_for_bit(block, dtype):
     shape, random = (200, 1096), np.random.default_rng(0)
     stored, _ = fp8_blocks(block=block)(random.standard_normal(shape).astype(np.float32), random)
     config = {**FP8_CONFIG, "weight_block_size": list(block)}
-    weight, memory = FP8Blocks(config).weight("m", stored, shape), CudaMemory()
+    assert_dequantized_bit_for_bit(FP8Blocks(config).weight("m", stored, shape), dtype)
+
+
+def assert_dequantized_bit_for_bit(weight, dtype):
+    """Compare what the kernel and what torch make of a packed weight with the checkpoint reader. The kernel has columns in its order."""
+    memory = CudaMemory()
     packed = packed_weight([weight], dtype, Upload(torch.device("cuda")), memory)
-    out = torch.empty(shape, dtype=packed.dtype, device="cuda")
+    out = torch.empty(weight.shape, dtype=packed.dtype, device="cuda")
     torch.cuda.synchronize()
     stream = memory.create_stream()
     packed_dequantize_kernel(device_view(out, memory), packed.tensors, 0, stream)
     memory.synchronize(stream)
     expected = weight.dequantized(dtype)
-    for found in (out, packed.dequantized()):
-        np.testing.assert_array_equal(found.cpu().view(torch.int16).numpy(), expected.view(np.int16))
+    order = slice(None) if packed.order is None else packed.order.cpu().numpy()
+    for found, values in ((out, expected[:, order]), (packed.dequantized(), expected)):
+        np.testing.assert_array_equal(found.cpu().view(torch.int16).numpy(), values.view(np.int16))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("one_order", [False, True])
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_act_order_as_the_reference_engine(tmp_path, dtype, group_size, one_order):
+    sizes = {**MODEL, "intermediate_size": 320, "torch_dtype": "float16", "scale": 0.1}
+    folder = write_gptq(tmp_path / "model", group_size, one_order=one_order, **sizes)
+    assert_as_the_reference_engine(folder, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_act_order_is_dequantized_bit_for_bit(dtype):
+    shape, random = (200, 1096), np.random.default_rng(0)
+    stored, _ = gptq(group_size=128, order=True)(random.standard_normal(shape).astype(np.float32), random)
+    weight = GPTQ({**GPTQ_CONFIG, "group_size": 128, "desc_act": True}).weight("m", stored, shape)
+    assert_dequantized_bit_for_bit(weight, dtype)
 
 
 @pytest.mark.parametrize(("quantize", "bits"), [("int8,head=int8", 8), ("int4:128,head=int4:128", 4)])

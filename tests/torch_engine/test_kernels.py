@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.gguf_files import Q4_K_M, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
-from tests.helpers.quantized_models import write_fp8
+from tests.helpers.quantized_models import write_fp8, write_gptq
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
@@ -59,7 +59,7 @@ LAUNCHED = {
     kernel_experts: ("expert_up", "expert_down"),
     kernel_router: ("router_logits", "choose_experts"),
     kernel_projections: ("linear", "linear_gated_mul"),
-    packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize"),
+    packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize", "gather_columns"),
     grouped_experts: ("packed_dequantize",),
     state_kernels: ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"),
 }
@@ -328,6 +328,53 @@ def test_packed_weights_that_the_kernels_cannot_join_have_launches_of_their_own(
     assert calls["packed_linear_gated_mul silu"] == calls["linear_gated_mul silu"] == calls["packed_dequantize"] == 0
     steps = calls["attend"] / 2
     assert calls["packed_linear"] == 2 * 5 * steps > 0, "qkv, o, gate, up and down of two layers"
+
+
+#: Fields of a model, True if q, k and v take their inputs in one order, launches of products in a layer, and of gathers.
+ACT_ORDER_MODELS = {
+    "one order": ({}, True, 3, 3),
+    "an order of each matrix": ({}, False, 7, 6),
+    "no gate": ({"model_type": "starcoder2"}, True, 4, 3),
+}
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
+@pytest.mark.parametrize("model", ACT_ORDER_MODELS)
+def test_act_order_agrees_with_the_reference_engine(memory, calls, tmp_path, model, dtype, head_dim):
+    """Down projections need no gather: gate and up have their outputs in its order."""
+    fields, one_order, products, gathers = ACT_ORDER_MODELS[model]
+    fields = {**PACKED_SIZES, **fields, "head_dim": head_dim, "intermediate_size": 96, "torch_dtype": "float16"}
+    session, reference = packed_sessions(memory, write_gptq(tmp_path / "model", 32, one_order=one_order, **fields), dtype, None)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES[dtype])
+    steps = calls["attend"] / 2
+    assert calls["packed_linear_gated_mul silu"] == (2 * steps if model == "one order" else 0)
+    assert calls["packed_linear"] == 2 * products * steps > 0
+    assert calls["gather_columns"] == 2 * gathers * steps
+
+
+@pytest.mark.parametrize("one_order", [False, True])
+def test_act_order_of_many_rows_and_with_biases(memory, calls, tmp_path, monkeypatch, one_order):
+    monkeypatch.setattr(packed_projections, "MAX_PACKED_ROWS", 5)
+    monkeypatch.setattr(packed_projections, "LAUNCH_ROWS", 2)
+    monkeypatch.setattr(packed_projections, "WORKSPACE_WEIGHTS", 16 * 480)
+    fields = {"model_type": "granite", "attention_bias": True, "mlp_bias": True, "head_dim": 80, "intermediate_size": 160}
+    folder = write_gptq(tmp_path / "model", 32, one_order=one_order, **PACKED_SIZES, **fields, torch_dtype="bfloat16")
+    session, reference = packed_sessions(memory, folder, "bfloat16", None)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["packed_dequantize"] > 0
+    assert calls["packed_linear"] > 0
+    assert calls["gather_columns"] > 0
+
+
+def test_experts_with_act_order_are_dequantized(memory, calls, tmp_path):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 80}
+    with Checkpoint.open(write_gptq(tmp_path / "model", 32, "qwen3_moe", one_order=True, **sizes)) as checkpoint:
+        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16", is_packed=False)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["packed_linear"] > 0
 
 
 #: Types of matrices, launches of a layer beside that of gate and up, dtype and head dim. 320 inputs of o are no super-blocks.

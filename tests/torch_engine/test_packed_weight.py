@@ -25,7 +25,7 @@ from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
 from trt_kvcache.checkpoint.quantized.mxfp4 import MXFP4  # noqa: E402
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
 from trt_kvcache.dtypes import numpy_dtype  # noqa: E402
-from trt_kvcache.torch_engine import packing  # noqa: E402
+from trt_kvcache.torch_engine import packed_weight as packed_weight_module, packing  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import stack_of  # noqa: E402
 from trt_kvcache.torch_engine.packed_weight import joined  # noqa: E402
 from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
@@ -113,6 +113,17 @@ PACKED = {
     "rounded int8": (lambda: rounded_to_nearest(matrix(), "int8", "bfloat16"), "int8", False),
     "rounded int4": (lambda: rounded_to_nearest(matrix(), "int4", "bfloat16"), "int4", False),
     "rounded int4:128": (lambda: rounded_to_nearest(matrix(), "int4:128", "float16"), "int4", False),
+    "gptq, act-order": (lambda: gptq(order=True), "int4", True),
+    "gptq in groups of 64, act-order": (lambda: gptq(group_size=64, order=True), "int4", True),
+    "gptq, 8 bits, act-order": (lambda: gptq(bits=8, group_size=64, order=True), "int8", True),
+    "compressed int4, act-order": (lambda: compressed(4, 64, made.CT_ORDER, packed=True, symmetric=True, order=True), "int4", False),
+    "act-order whose last group ends early": (
+        lambda: of(
+            made.gptq(group_size=128, order=True), GPTQ({**made.GPTQ_CONFIG, "group_size": 128, "checkpoint_format": "gptq"}), (48, 200)
+        ),
+        "int4",
+        True,
+    ),
     "groups that end early": (lambda: rounded_to_nearest(matrix((40, 200)), "int4:128", "float32"), "int4", False),
 }
 
@@ -148,7 +159,7 @@ def test_values_are_those_of_the_checkpoint(case, dtype):
     check_values(packed, weight.dequantized(dtype))
 
 
-@pytest.mark.parametrize("case", [case for case in PACKED if case != "groups that end early"])
+@pytest.mark.parametrize("case", [case for case in PACKED if "early" not in case])
 def test_size_is_within_three_percent_of_the_stored_size(case):
     make, kind, has_zero_points = PACKED[case]
     weight = make()
@@ -156,11 +167,12 @@ def test_size_is_within_three_percent_of_the_stored_size(case):
     size = {"int4": 0.5, "int8": 1, "e2m1": 0.5, "e4m3": 1}[kind]
     scales = weight.scales.stored
     stored = weight.shape[0] * weight.shape[1] * size + scales.nbytes + (scales.size * size if has_zero_points else 0)
-    assert packed.nbytes <= 1.03 * stored
+    order = 0 if weight.group_index is None else weight.group_index.nbytes  # 0.2 % of a matrix of 4096 outputs
+    assert packed.nbytes <= 1.03 * stored + order
 
 
 NOT_PACKED = {
-    "act-order": lambda: gptq(order=True),
+    "groups of several sizes": lambda: replace(gptq(), group_index=np.arange(SHAPE[1], dtype=np.int32) // 32 // 2),
     "groups of 8": lambda: gptq(group_size=8),
     "groups of 96": lambda: of(made.gptq(group_size=96), GPTQ({**made.GPTQ_CONFIG, "group_size": 96, "checkpoint_format": "gptq"})),
     "factors of inputs": lambda: modelopt(factors=True),
@@ -343,6 +355,38 @@ class TestJoined:
     )
     def test_others_are_not_joined(self, other):
         assert joined(self.weights(rounded_to_nearest(matrix(), "int4", "bfloat16"), other())) is None
+
+
+class TestActOrder:
+    def test_groups_are_contiguous_in_the_order_of_the_kernels(self):
+        weight = gptq(order=True)
+        packed = packed_weight(weight, "float16")
+        order = packed.order.numpy()
+        assert order.dtype == np.int32
+        np.testing.assert_array_equal(weight.group_index[order], np.arange(SHAPE[1]) // 32)
+        assert all(np.diff(order[first : first + 32]).min() > 0 for first in range(0, SHAPE[1], 32)), "stable"
+        columns = replace(packed, order=None).dequantized()
+        np.testing.assert_array_equal(columns.numpy(), weight.dequantized("float16")[:, order])
+
+    def test_weights_of_one_order_are_joined(self):
+        whole = gptq(order=True)
+        parts = [packed_weight(whole.rows(slice(*rows)), "bfloat16") for rows in ((0, 16), (16, 48))]
+        found = joined(parts)
+        assert torch.equal(found.order, parts[0].order)
+        check_values(found, whole.dequantized("bfloat16"))
+
+    def test_weights_of_several_orders_are_not_joined(self):
+        one = packed_weight(gptq(order=True), "bfloat16")
+        assert joined([one, packed_weight(gptq(), "bfloat16")]) is None
+        assert joined([packed_weight(gptq(), "bfloat16"), one]) is None
+        assert joined([one, replace(one, order=one.order.flip(0))]) is None
+
+    @pytest.mark.parametrize("case", PACKED)
+    def test_outputs_in_another_order(self, monkeypatch, case):
+        monkeypatch.setattr(packed_weight_module, "ON_DEVICE", 48 * 64)
+        weight = PACKED[case][0]()
+        packed, order = packed_weight(weight, "bfloat16"), np.random.default_rng(0).permutation(weight.shape[0])
+        check_values(packed.with_outputs(torch.from_numpy(order)), weight.dequantized("bfloat16")[order])
 
 
 class TestStack:

@@ -88,10 +88,10 @@ class CheckpointTensors:
         weight = self._stored(name)
         if weight is None:
             return None
+        if name in self._experts and (isinstance(weight, SuperBlocks) or weight.group_index is not None):
+            return None  # the kernels of experts know neither super-blocks nor act-order
         if isinstance(weight, QuantizedWeight):
             return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
-        if name in self._experts:  # whose kernels do not know super-blocks
-            return None
         return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
 
     def _stored(self, name: str) -> QuantizedWeight | SuperBlocks | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,31 @@ from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight, joined
 
 def fused(stored: StoredWeights, *names: str) -> TorchProjection:
     """Return projections of the same input fused into one, with concatenated outputs."""
-    parts = [stored.matrix(name) for name in names]
+    return _fused([stored.matrix(name) for name in names])
+
+
+def fused_before(down: TorchProjection, stored: StoredWeights, *names: str) -> tuple[TorchProjection, TorchProjection]:
+    """Return projections fused into one, and ``down``, whose input i is a function of output i of each of them.
+
+    If ``down`` takes its inputs in another order (act-order), the outputs have this order, so that no launch makes it.
+    """
+    parts, weight = [stored.matrix(name) for name in names], down.weight
+    order = weight.order if isinstance(weight, PackedWeight) else None
+    if order is None or not all(isinstance(part.weight, torch.Tensor | PackedWeight) for part in parts):
+        return _fused(parts), down
+    assert isinstance(weight, PackedWeight)
+    return _fused([_with_outputs(part, order) for part in parts]), TorchProjection(replace(weight, order=None), down.bias)
+
+
+def _with_outputs(projection: TorchProjection, order: torch.Tensor) -> TorchProjection:
+    """Return a projection with its outputs in another order."""
+    weight, bias = projection.weight, projection.bias
+    assert isinstance(weight, torch.Tensor | PackedWeight)
+    ordered = weight[order] if isinstance(weight, torch.Tensor) else weight.with_outputs(order)
+    return TorchProjection(ordered, None if bias is None else bias[order])
+
+
+def _fused(parts: Sequence[TorchProjection]) -> TorchProjection:
     biases = [part.bias for part in parts if part.bias is not None]
     return TorchProjection(_concatenated([part.weight for part in parts]), torch.cat(biases) if biases else None)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from trt_kvcache.model import MlpConfig
-from trt_kvcache.torch_engine.fused_projections import fused
+from trt_kvcache.torch_engine.fused_projections import fused, fused_before
 from trt_kvcache.torch_engine.operations import Operations, TorchProjection
 from trt_kvcache.torch_engine.stored_weights import StoredWeights
 
@@ -24,7 +24,8 @@ class Mlp:
     def of(cls, config: MlpConfig, stored: StoredWeights, prefix: str = "") -> Mlp:
         """Return the MLP with stored weights. ``prefix``: beginning of the names of its projections."""
         names = ("gate", "up") if config.gated else ("up",)
-        return cls(config=config, inputs=fused(stored, *(f"{prefix}{name}" for name in names)), down=fused(stored, f"{prefix}down"))
+        inputs, down = fused_before(fused(stored, f"{prefix}down"), stored, *(f"{prefix}{name}" for name in names))
+        return cls(config=config, inputs=inputs, down=down)
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Return the output."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,14 @@ from trt_kvcache.kernels import packed_tensors
 
 
 class PackedMatrix(ABC):
-    """A matrix ``[outputs, inputs]`` that the kernels for packed weights take."""
+    """A matrix ``[outputs, inputs]`` that the kernels for packed weights take.
+
+    ``order``: the input of each column that they read (act-order), int32 ``[inputs]`` on the device; None for inputs in order.
+    """
 
     outputs: int
     inputs: int
+    order: torch.Tensor | None = None
 
     @property
     @abstractmethod
@@ -28,7 +33,14 @@ class PackedMatrix(ABC):
 
     @abstractmethod
     def dequantized(self) -> torch.Tensor:
-        """Return the matrix by operations of torch, bit for bit as the kernels compute it."""
+        """Return the matrix by operations of torch, bit for bit as the kernels compute it, with its inputs in order."""
+
+
+def have_one_order(matrices: Sequence[PackedMatrix]) -> bool:
+    """Return True if matrices take their inputs in the same order."""
+    first = matrices[0].order
+    orders = [matrix.order for matrix in matrices[1:]]
+    return all(order is first or (order is not None and first is not None and torch.equal(order, first)) for order in orders)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, MIN_ARCH, arch_number
+from trt_kvcache.kernels.column_order_kernels import gather_columns_kernel
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS
 from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS
 from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel, packed_linear_gated_mul_kernel, packed_linear_kernel
@@ -55,7 +56,7 @@ class PackedProjections(Projections):
             return super().activated(inputs, x, config)
         out = x.new_empty((*x.shape[:-1], weight.outputs // 2))
         bias = self._view(inputs.bias)
-        for some, results in _launches(rows, out.flatten(0, -2)):
+        for some, results in _launches(self._in_order(rows, weight), out.flatten(0, -2)):
             packed_linear_gated_mul_kernel(
                 self._views.of(some), weight.tensors, bias, self._views.of(results), config.activation, self._stream
             )
@@ -75,6 +76,7 @@ class PackedProjections(Projections):
 
     def _write(self, rows: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Write the product of ``rows`` ``[n, in]`` into ``out`` ``[n, out]``."""
+        rows = self._in_order(rows, weight)
         if len(rows) > MAX_PACKED_ROWS:
             self._write_many(rows, weight, bias, out)
             return
@@ -92,6 +94,15 @@ class PackedProjections(Projections):
                 write_product(rows, weights, out[:, outputs])
             else:
                 torch.addmm(bias[outputs], rows, weights.t(), out=out[:, outputs])
+
+    def _in_order(self, rows: torch.Tensor, weight: PackedMatrix) -> torch.Tensor:
+        """Return rows with their columns in the order of the weight's inputs."""
+        if weight.order is None or not len(rows):
+            return rows
+        rows = rows.contiguous()
+        ordered = torch.empty_like(rows)
+        gather_columns_kernel(self._views.of(rows), self._views.of(weight.order), self._views.of(ordered), self._stream)
+        return ordered
 
     def _view(self, bias: torch.Tensor | None) -> DeviceTensor | None:
         return None if bias is None else self._views.of(bias)

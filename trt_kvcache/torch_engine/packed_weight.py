@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
-from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES
+from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_NBYTES, FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES
 from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
-from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
-from trt_kvcache.torch_engine.packed_places import by_row, unpack_rows, unpack_values
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, have_one_order
+from trt_kvcache.torch_engine.packed_places import by_row, pack_rows, pack_values, unpack_rows, unpack_values
+from trt_kvcache.torch_engine.uploaded_rows import ON_DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class PackedWeight(PackedMatrix):
     values: torch.Tensor
     scales: torch.Tensor
     zero_points: torch.Tensor | None
+    order: torch.Tensor | None = None
 
     @cached_property
     def tensors(self) -> PackedTensors:
@@ -47,10 +50,32 @@ class PackedWeight(PackedMatrix):
     @property
     def nbytes(self) -> int:
         """See :class:`PackedMatrix`."""
-        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.zero_points) if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.zero_points, self.order) if tensor is not None)
 
     def dequantized(self) -> torch.Tensor:
         """See :class:`PackedMatrix`."""
+        columns = self._columns()
+        return columns if self.order is None else columns[:, self.order.argsort()]
+
+    def with_outputs(self, order: torch.Tensor) -> PackedWeight:
+        """Return the matrix with its outputs in another order."""
+        values = [pack_values(unpack_values(some, self.kind, self.outputs, count)[order], self.kind) for some, count in self._parts()]
+
+        def ordered(of_tiles: torch.Tensor) -> torch.Tensor:
+            return pack_rows(unpack_rows(of_tiles, self.outputs)[order], of_tiles.shape[1])
+
+        zero_points = None if self.zero_points is None else ordered(self.zero_points)
+        return replace(self, values=torch.cat(values, dim=1), scales=ordered(self.scales), zero_points=zero_points)
+
+    def _parts(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the packed values of some inputs of all outputs, and the number of these inputs."""
+        for some in row_slices(self.inputs, self.outputs, ON_DEVICE, multiple=FRAGMENT_INPUTS):
+            first, last = some.start // FRAGMENT_INPUTS, -(-some.stop // FRAGMENT_INPUTS)
+            nbytes = FRAGMENT_NBYTES[self.kind]
+            yield self.values[:, first * nbytes : last * nbytes].contiguous(), some.stop - some.start
+
+    def _columns(self) -> torch.Tensor:
+        """Return the matrix, with its inputs in the order of the kernels."""
         values = unpack_values(self.values, self.kind, self.outputs, self.inputs)
         group = torch.arange(self.inputs, device=values.device) // HALF_INPUTS >> self.group_shift
         scales = unpack_rows(self.scales, self.outputs)
@@ -67,7 +92,7 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     if len(parts) == 1:
         return first
     formats = {(part.kind, part.inputs, part.group_shift, part.scales.dtype) for part in parts}
-    if len(formats) > 1 or any(part.outputs % FRAGMENT_OUTPUTS for part in parts):
+    if len(formats) > 1 or any(part.outputs % FRAGMENT_OUTPUTS for part in parts) or not have_one_order(parts):
         return None
     scales = [part.scales for part in parts]
     if len({one.shape[2] for one in scales}) > 1:
@@ -83,6 +108,7 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
         values=torch.cat([part.values for part in parts]),
         scales=torch.cat(scales),
         zero_points=torch.cat([_zero_points(part) for part in parts]) if has_zero_points else None,
+        order=first.order,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -51,11 +52,12 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
     """
     first, inputs = parts[0], parts[0].shape[1]
     kind_of_values = first.quantized_values.kind
-    if kind_of_values not in _KINDS or first.group_index is not None or first.input_factor is not None or inputs % INPUT_GRANULE:
+    if kind_of_values not in _KINDS or first.input_factor is not None or inputs % INPUT_GRANULE:
         return None
     shift = _group_shift(first.scales.block[1], first.scales.stored.shape[1])
-    if shift is None:
+    if shift is None or not _has_whole_groups(first):
         return None
+    order = None if first.permutation is None else upload(first.permutation)
     (kind, added), outputs = _KINDS[kind_of_values], sum(part.shape[0] for part in parts)
     whole: UploadedRows | None = None
     if len(parts) > 1 or first.row_order is not None:  # heads, whose rows may end within a tile, or rows that are stored apart
@@ -68,7 +70,8 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
         of_groups.append((some.scales, some.zero_points))
         if kind == "e4m3":
             are_nan.append((some.values & _NAN == _NAN).any())
-        return some.values + added if added else some.values
+        columns = some.values if order is None else some.values[:, order]
+        return columns + added if added else columns
 
     values = _packed_values(outputs, inputs, kind, read, upload.device)
     scales = torch.cat([scales for scales, _ in of_groups])
@@ -85,6 +88,7 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
         group_shift=shift,
         values=values,
         **_of_groups(stored_scales, zero_points, count_groups(inputs, shift), are_shared=kind == "e4m3"),
+        order=None if order is None else order.int(),
     )
 
 
@@ -133,6 +137,14 @@ def _group_shift(width: int, groups: int) -> int | None:
         return ONE_GROUP
     halves, rest = divmod(width, HALF_INPUTS)
     return None if rest or halves & (halves - 1) else halves.bit_length() - 1
+
+
+def _has_whole_groups(weight: QuantizedWeight) -> bool:
+    """Return True if groups have their usual sizes once they are contiguous."""
+    if weight.group_index is None or weight.permutation is None:
+        return True
+    usual = np.arange(weight.shape[1]) // weight.scales.block[1]
+    return bool(np.array_equal(weight.group_index[weight.permutation], usual))
 
 
 def _zero_points(stored: Sequence[torch.Tensor], scales: torch.Tensor, kind: str, added: int) -> torch.Tensor | None:
