@@ -4,7 +4,8 @@
 
 Each product of a model is compared with float64 over the same weights. Then weights take turns, so that none is in the L2, in a CUDA graph.
 A share is the bytes of the packed weights divided by the time, relative to the bandwidth of a copy. ``layers``: the products of a layer
-without what is between them. ``many``: 1,024 rows with weights that are dequantized in parts, beside torch with weights in 16 bits.
+without what is between them, but with the launches that gather inputs of act-order, except of down. ``many``: 1,024 rows with weights that
+are dequantized in parts, beside torch with weights in 16 bits.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 from trt_kvcache.kernels import launch as launches, linear, linear_silu_mul, linear_tiles  # noqa: E402
+from trt_kvcache.kernels.column_order_kernels import gather_columns_kernel  # noqa: E402
 from trt_kvcache.kernels.packed_linear_kernels import (  # noqa: E402
     packed_dequantize_kernel,
     packed_linear_gated_mul_kernel,
     packed_linear_kernel,
 )
+from trt_kvcache.memory.tensor import DeviceTensor  # noqa: E402
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchProjection  # noqa: E402
@@ -83,6 +86,14 @@ def _copy_of(weight: PackedMatrix) -> PackedMatrix:
     return type(weight)(**{name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in fields.items()})
 
 
+def in_order(x: DeviceTensor, weight: PackedMatrix, ordered: DeviceTensor, gpu: Gpu) -> DeviceTensor:
+    """Return inputs in the order of a weight: gathered into ``ordered`` if it has one."""
+    if weight.order is None:
+        return x
+    gather_columns_kernel(x, device_view(weight.order, gpu.memory), ordered, gpu.stream)
+    return ordered
+
+
 def product_row(products: Products, name: str, rows: int, copy: float) -> dict[str, Any]:
     """Check and measure a product."""
     gpu, (outputs, inputs) = products.gpu, products.model.products()[name]
@@ -91,11 +102,13 @@ def product_row(products: Products, name: str, rows: int, copy: float) -> dict[s
     plain, plain_view = tensors.new(rows, outputs, dtype=dtype)
     dense = weights[0].dequantized()
     torch.cuda.synchronize()  # weights are read early
-    packed_linear_kernel(x, weights[0].tensors, None, plain, gpu.stream)
+    ordered = tensors.new(rows, inputs)[0]
+    packed_linear_kernel(in_order(x, weights[0], ordered, gpu), weights[0].tensors, None, plain, gpu.stream)
     error = largest_error(plain_view, x_view, dense)
     dequantized = torch.empty_like(dense)
     packed_dequantize_kernel(device_view(dequantized, gpu.memory), weights[0].tensors, 0, gpu.stream)
-    assert torch.equal(dequantized, dense), f"{products.scheme} {name}: the kernel dequantizes other values than torch"
+    columns = dense if weights[0].order is None else dense[:, weights[0].order]
+    assert torch.equal(dequantized, columns), f"{products.scheme} {name}: the kernel dequantizes other values than torch"
     assert error <= _TOLERANCE, f"{products.scheme} {name}, {rows} rows: error {error:.2e} over {_TOLERANCE:g}"
     out, _ = tensors.new(rows, outputs // 2 if gated else outputs, dtype=dtype)
 
@@ -138,10 +151,13 @@ def layers_row(products: Products, rows: int, copy: float) -> dict[str, Any]:
     torch.cuda.synchronize()  # weights are read early
     stream, count = gpu.stream, min(len(copies) for copies in weights.values())
 
+    ordered_x, ordered = (tensors.new(rows, size)[0] for size in (model.hidden, model.attended))
+
     def packed(at: int) -> None:
-        packed_linear_kernel(x, weights["qkv"][at].tensors, None, qkv, stream)
-        packed_linear_kernel(attended, weights["o"][at].tensors, None, change, stream)
-        packed_linear_gated_mul_kernel(x, weights["gate_up"][at].tensors, None, gated, "silu", stream)
+        qkv_weight, o_weight, gate_up_weight = (weights[name][at] for name in ("qkv", "o", "gate_up"))
+        packed_linear_kernel(in_order(x, qkv_weight, ordered_x, gpu), qkv_weight.tensors, None, qkv, stream)
+        packed_linear_kernel(in_order(attended, o_weight, ordered, gpu), o_weight.tensors, None, change, stream)
+        packed_linear_gated_mul_kernel(in_order(x, gate_up_weight, ordered_x, gpu), gate_up_weight.tensors, None, gated, "silu", stream)
         packed_linear_kernel(gated, weights["down"][at].tensors, None, change, stream)
 
     def sixteen() -> None:

@@ -6,17 +6,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from weight_schemes import SCHEMES, SUPER_BLOCKS
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, HALF_INPUTS, MIDDLES, ONE_GROUP, count_groups
+from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
+from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, HALF_INPUTS, MIDDLES, NVFP4_GROUPS, ONE_GROUP, count_groups
 from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, SCALE_INPUTS, SUPER_BLOCK
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_places import by_tile, pack_rows, pack_values
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
+from trt_kvcache.torch_engine.packed_weight import PackedWeight, nvfp4_scales
+from trt_kvcache.torch_engine.packing import NVFP4_GROUP
 from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
 
@@ -29,6 +32,8 @@ def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedMatrix:
     if name in SUPER_BLOCKS:
         return _super_blocks(weight, name, memory)
     scheme = SCHEMES[name]
+    if scheme.kind == "e2m1":
+        return _nvfp4(weight, memory)
     (outputs, inputs), (low, high) = weight.shape, _RANGES[scheme.kind]
     padding = (0, -inputs % max(FRAGMENT_INPUTS, scheme.group or 0))
     whole = F.pad(weight.float(), padding)
@@ -55,6 +60,34 @@ def quantized(weight: torch.Tensor, name: str, memory: Any) -> PackedMatrix:
         values=pack_values((values + middle).to(dtype)[:, :inputs], scheme.kind),
         scales=by_tile(of_rows, outputs) if scheme.kind == "e4m3" else of_rows,
         zero_points=pack_rows((zeros + middle).to(dtype)[:, :count, 0], count) if scheme.has_zero_points else None,
+        order=_order(inputs).to(weight.device) if scheme.has_order else None,
+    )
+
+
+def _order(inputs: int) -> torch.Tensor:
+    """Return a random order of inputs, the same for all matrices with so many."""
+    return torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs), dtype=torch.int32)
+
+
+def _nvfp4(weight: torch.Tensor, memory: Any) -> PackedWeight:
+    """Return a matrix in NVFP4, each value rounded to nearest. All matrices have one factor, for magnitudes of up to 1."""
+    (outputs, inputs), factor = weight.shape, float(np.float32(1 / (6 * 448)))
+    groups = weight.float().view(outputs, -1, NVFP4_GROUP)
+    scales = (groups.abs().amax(dim=2) / (6 * factor)).clamp(min=2**-9).to(torch.float8_e4m3fn)
+    sizes = groups / nvfp4_scales(scales, (factor, 0.0))[..., None]
+    ends = (torch.tensor(E2M1_VALUES[1:8].tolist()) + torch.tensor(E2M1_VALUES[:7].tolist())).to(weight.device) / 2
+    values = torch.bucketize(sizes.abs(), ends) | (sizes < 0).long() << 3
+    return PackedWeight(
+        dtype=weight.dtype,
+        memory=memory,
+        kind="e2m1",
+        outputs=outputs,
+        inputs=inputs,
+        group_shift=NVFP4_GROUPS,
+        values=pack_values(values.byte().view(outputs, inputs), "e2m1"),
+        scales=pack_rows(scales.view(torch.uint8), count_groups(inputs, NVFP4_GROUPS)).view(torch.float8_e4m3fn),
+        zero_points=None,
+        factor=(factor, 0.0),
     )
 
 

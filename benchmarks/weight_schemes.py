@@ -16,10 +16,11 @@ class Scheme(NamedTuple):
     scales: str
     has_zero_points: bool = False
     rows: int = 1  # outputs of a scale
+    has_order: bool = False  # act-order
 
 
-#: As ``--quantize`` makes them of a bfloat16 model, as llama.cpp stores blocks, as GPTQ and AWQ store groups, and FP8 of compressed-tensors
-#: and of DeepSeek.
+#: As ``--quantize`` makes them of a bfloat16 model, as llama.cpp stores blocks, as GPTQ and AWQ store groups, FP8 of compressed-tensors
+#: and of DeepSeek, and NVFP4.
 SCHEMES = {
     "int4": Scheme("int4", 32, "bfloat16"),
     "int4:128": Scheme("int4", 128, "bfloat16"),
@@ -27,8 +28,10 @@ SCHEMES = {
     "q4_0": Scheme("int4", 32, "float16"),
     "q8_0": Scheme("int8", 32, "float16"),
     "gptq": Scheme("int4", 128, "float16", True),
+    "gptq:act-order": Scheme("int4", 128, "float16", True, has_order=True),
     "fp8": Scheme("e4m3", None, "bfloat16"),
     "fp8:128": Scheme("e4m3", 128, "float32", rows=128),
+    "nvfp4": Scheme("e2m1", 16, "float8_e4m3fn"),
 }
 
 #: The types of GGUF in super-blocks, and a file of two of them.

@@ -22,6 +22,9 @@
 //                               has at most 7 bits: it is exact, and is added to the product with the first
 //     all others                in float32, which holds products of 8 and 16 bits exactly. With scales in float32 it
 //                               rounds them, as the checkpoint reader does; so does Float8 for BFloat16
+//
+// NVFP4 is E2m1 with scales in Float8 of 16 inputs, which a factor of the matrix multiplies in float32: the sum of two
+// floats, since some formats divide. A lane has inputs of one group in each half.
 #pragma once
 
 #include "attention/stored_kv.cuh"
@@ -48,16 +51,22 @@ constexpr int kVectors = kIsSame<Stored, Int8> || kIsSame<Stored, Float8> ? 2 : 
 // False if quantized values are floating-point numbers.
 constexpr bool kAllowsZeroPoints = kIsSame<Stored, Int4> || kIsSame<Stored, Int8>;
 
+constexpr bool kIsNvfp4 = kIsSame<Stored, E2m1> && kIsSame<Scale, Float8>;
+
 // A type that holds all differences exactly.
-template <class Type>
+template <class Type, class ScaleType>
 struct ExactIn {
     using Of = Element;
 };
-template <>
-struct ExactIn<Float8> {
+template <class ScaleType>
+struct ExactIn<Float8, ScaleType> {
     using Of = Float16;
 };
-using Difference = ExactIn<Stored>::Of;
+template <>
+struct ExactIn<E2m1, Float8> {
+    using Of = BFloat16;
+};
+using Difference = ExactIn<Stored, Scale>::Of;
 
 constexpr unsigned kMinusZero = 0x80008000, kSigns = 0x80008000;
 
@@ -132,12 +141,13 @@ __device__ __forceinline__ unsigned minus_zero_point(BFloat16, unsigned zero_poi
 // The zero points of weights that have none.
 constexpr unsigned kMiddles = kIsSame<Stored, Int4> ? 0x0808 : 0;
 
-// Eight quantized values of row g + 8i of a half, in order, minus their zero point, divided by kScaleUnit. zero_points:
-// the bytes of rows g and g + 8.
+// Eight quantized values of row g + 8i of a half, in order, minus their zero point, divided by kScaleUnit, or by 2^126 of
+// NVFP4. zero_points: the bytes of rows g and g + 8.
 template <class Type, class From>
 __device__ __forceinline__ uint4 differences(Type, From, const uint4 (&vectors)[kVectors], unsigned zero_points, int i,
                                              int half) {
     const uint4 values = quantized_values(Type{}, From{}, vectors, i, half);
+    if constexpr (kIsNvfp4) return values;
     const unsigned minus = minus_zero_point(Type{}, From{}, zero_points >> (8 * i) & 0xFF);
     const auto difference = [=](unsigned pair) { return multiply_add(Type{}, pair, kUnit<Type, From>, minus); };
     return {difference(values.x), difference(values.y), difference(values.z), difference(values.w)};
@@ -191,6 +201,31 @@ private:
     }
 };
 
+template <>
+struct RowScales<Float8> {
+    unsigned short bytes;
+
+    __device__ __forceinline__ float value(int i) const {
+        const float2 both = unpack(Float16{}, widen_in_order(Float16{}, Float8{}, bytes).x);
+        return i ? both.y : both.x;
+    }
+};
+
+// The factor of all scales of a matrix: none, or the sum of two floats, times 2^126.
+template <class Type>
+struct MatrixFactor {
+    __device__ __forceinline__ float times(float scale) const { return scale; }
+};
+template <>
+struct MatrixFactor<Float8> {
+    float high, low;
+
+    // Rounded once: the host checks it for all scales.
+    __device__ __forceinline__ float times(float scale) const {
+        return __fmaf_rn(scale, high, __fmul_rn(scale, low));
+    }
+};
+
 // Multiplies differences of a row with its scale.
 template <class Type>
 class Scaling {
@@ -200,7 +235,7 @@ class Scaling {
     static constexpr int kTimes = kScaleUnit<Element, Stored>;
 
 public:
-    __device__ __forceinline__ Scaling(const RowScales<Type>& scales, int i) {
+    __device__ __forceinline__ Scaling(const RowScales<Type>& scales, const MatrixFactor<Type>& factor, int i) {
         if constexpr (kIsOwn && kTimes == 1) {
             high_ = scales.pair(i);
         } else if constexpr (kIsOwn) {
@@ -211,7 +246,7 @@ public:
             high_ = twice(times_64(exact_bfloat16(first)), i);
             low_ = twice(times_64(exact_bfloat16(others)), i);
         } else {
-            factor_ = scales.value(i) * kTimes;
+            factor_ = factor.times(scales.value(i)) * kTimes;
         }
     }
 
@@ -246,12 +281,13 @@ struct PackedFragment {
     uint4 vectors[kVectors];
     RowScales<Scale> scales[2];
     unsigned zero_points[2];
+    MatrixFactor<Scale> factor;
 
     // The weights of row g + 8i of a half.
     __device__ __forceinline__ uint4 elements(int i, int half) const {
         const uint4 exact =
             differences(Difference{}, Stored{}, vectors, kHasZeroPoints ? zero_points[half] : kMiddles, i, half);
-        const Scaling<Scale> scaling(scales[half], i);
+        const Scaling<Scale> scaling(scales[half], factor, i);
         return {scaling.of(exact.x), scaling.of(exact.y), scaling.of(exact.z), scaling.of(exact.w)};
     }
 };
@@ -262,6 +298,7 @@ struct PackedMatrix {
     int fragments;            // of 64 inputs, of an output
     int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
     int scale_pairs;          // of a group of 16 outputs: 8, or with Float8 also 1 that all of them share
+    // With NVFP4, whose groups are quarters of a fragment, the last two are the bits of the factor.
 
     // Of 16 outputs, the part of a lane: of the first fragment, and the scales of row g of the first two groups, or twice
     // of the first one if fragments are not divided. And row g of the first group.
@@ -275,7 +312,8 @@ struct PackedMatrix {
         return values + static_cast<long long>(tile * fragments) * kFragmentBytes;
     }
     __device__ __forceinline__ Start start(int tile) const {
-        const int lane = threadIdx.x % 32, row = tile * groups * pairs() + min(lane / 4, pairs() - 1);
+        const int lane = threadIdx.x % 32,
+                  row = tile * groups * pairs() + (kIsNvfp4 ? lane % 4 / 2 * 8 : 0) + min(lane / 4, pairs() - 1);
         const RowScales<Scale>* const first = reinterpret_cast<const RowScales<Scale>*>(scales) + row;
         return {fragments_of(tile) + lane * 16, {first, first + second_row()}, row};
     }
@@ -292,10 +330,11 @@ struct PackedMatrix {
             const bool valid = fragments - fragment > ahead;
             to.vectors[v] = kZeros ? load_once(vector, valid, policy) : load_once_if(vector, valid, policy);
         }
-        const int group = 2 * min(fragment + ahead, fragments - 1) >> group_shift;
+        const int last = min(fragment + ahead, fragments - 1), group = kIsNvfp4 ? 4 * last : 2 * last >> group_shift;
+        if constexpr (kIsNvfp4) to.factor = {__int_as_float(group_shift), __int_as_float(scale_pairs)};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if constexpr (kHasZeroPoints || kIsSame<Stored, Float8>) {  // there are no registers for more addresses
+            if constexpr (kHasZeroPoints || kIsSame<Stored, Float8> || kIsNvfp4) {  // there are no registers for more addresses
                 const int row = start.row + group * pairs() + half * second_row();
                 to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[row];
                 if (kHasZeroPoints) to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[row];
@@ -308,5 +347,8 @@ struct PackedMatrix {
 private:
     __device__ __forceinline__ int pairs() const { return kIsSame<Stored, Float8> ? scale_pairs : 8; }
     // From the row of the first half of a fragment to that of the second one.
-    __device__ __forceinline__ int second_row() const { return group_shift == 0 ? pairs() : 0; }
+    __device__ __forceinline__ int second_row() const {
+        if constexpr (kIsNvfp4) return 2 * 8;
+        return group_shift == 0 ? pairs() : 0;
+    }
 };

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tests.helpers.assertions import raises
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import write_model
-from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_quantized
+from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_gptq, write_nvfp4, write_quantized
 from tests.paths import GOLDEN
 from trt_kvcache import KVCacheConfig, estimate_build, what_fits
 from trt_kvcache.builder.options import BuildOptions
@@ -151,6 +152,26 @@ def test_weights_of_experts_are_counted_in_their_dtypes() -> None:
     (fit,) = [fit for fit in what_fits(GOLDEN / "gpt_oss-mxfp4", 10**9) if fit.kv_scales is None]
     assert (fit.weights, fit.engine) == ("MXFP4", "torch")
     assert packed + others < fit.weights_nbytes < 1.03 * packed + 1.1 * others, "routers are float32"
+
+
+EXPERT_SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 64}
+
+
+WRITERS = {
+    "gptq": partial(write_gptq, group_size=32, one_order=True),
+    "modelopt": partial(write_nvfp4, one_factor=True),
+    "compressed-tensors": partial(write_nvfp4, one_factor=True, inverse=True),
+}
+
+
+@pytest.mark.parametrize("format_", WRITERS)
+def test_experts_that_pytorch_does_not_keep_packed_have_16_bits(tmp_path: Path, format_: str) -> None:
+    """Other matrices of these formats are packed."""
+    with Checkpoint.open(WRITERS[format_](tmp_path / "model", name="qwen3_moe", **EXPERT_SIZES)) as checkpoint:
+        packed, names = TorchMemory.of(checkpoint).packed, set(checkpoint.quantized_names)
+    experts = {name for name in names if ".experts." in name}
+    assert experts
+    assert set(packed) == names - experts
 
 
 def test_in_float32_pytorch_has_neither_packed_weights_nor_k_and_v_in_8_bits(tmp_path: Path) -> None:

@@ -179,11 +179,14 @@ def floats(rows: int | None, columns: int | None, scale: str = "weight_scale", *
     return quantize
 
 
-def nvfp4(names: tuple[str, str, str], *, inverse: bool) -> Quantize:
-    """Return how NVFP4 is stored; the number of the whole matrix multiplies scales, or is what they are divided by."""
+def nvfp4(names: tuple[str, str, str], *, inverse: bool, largest: float | None = None) -> Quantize:
+    """Return how NVFP4 is stored; the number of the whole matrix multiplies scales, or is what they are divided by.
+
+    ``largest``: its largest magnitude, by default that of the weights. Libraries have one for projections that are computed together.
+    """
 
     def quantize(weight: np.ndarray[Any, Any], random: np.random.Generator) -> tuple[Tensors, np.ndarray[Any, Any]]:
-        whole = np.float32(np.abs(weight).max() / (6 * 448))
+        whole = np.float32((largest or np.abs(weight).max()) / (6 * 448))
         groups = weight.reshape(len(weight), -1, GROUP_OF_NVFP4)
         scales = (np.abs(groups).max(axis=-1) / 6 / whole).astype(ml_dtypes.float8_e4m3fn)
         number = np.float32(1) / whole if inverse else whole
@@ -276,6 +279,15 @@ def write_gptq(folder: Path, group_size: int, name: str | None = None, *, one_or
     """Write a random model in GPTQ with act-order: see :func:`write_random`."""
     config = {**GPTQ_CONFIG, "group_size": group_size, "desc_act": True, "checkpoint_format": "gptq"}
     return write_random(folder, gptq(group_size=group_size, order=True, one_order=one_order), config, name, **fields)
+
+
+def write_nvfp4(folder: Path, name: str | None = None, *, one_factor: bool, inverse: bool = False, **fields: Any) -> Path:
+    """Write a random model in NVFP4, of ModelOpt or with ``inverse`` of compressed-tensors: see :func:`write_random`."""
+    names = ("weight_packed", "weight_scale", "weight_global_scale") if inverse else ("weight", "weight_scale", "weight_scale_2")
+    config = modelopt("W4A16_NVFP4", group_size=16)
+    if inverse:
+        config = {**CT_NVFP4, "quantization_status": "frozen"}  # unlike that of FP4_CASES, for which write_quantized has a model
+    return write_random(folder, nvfp4(names, inverse=inverse, largest=1.5 if one_factor else None), config, name, **fields)
 
 
 def write_random(folder: Path, quantize: Quantize, config: dict[str, Any], name: str | None = None, **fields: Any) -> Path:

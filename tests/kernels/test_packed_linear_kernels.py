@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.packed_layout import (
     MIDDLES,
+    NVFP4_GROUPS,
     ONE_GROUP,
     count_groups,
     unpack_rows,
@@ -21,7 +24,7 @@ from trt_kvcache.kernels.packed_linear_kernels import (
     packed_linear_gated_mul_kernel,
     packed_linear_kernel,
 )
-from trt_kvcache.kernels.packed_tensors import PackedTensors
+from trt_kvcache.kernels.packed_tensors import PackedTensors, nvfp4_scales
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 
 PAIRS = [(dtype, scale) for dtype, scales in SCALE_DTYPES.items() for scale in scales]
@@ -109,6 +112,29 @@ class Problem:
     def check(self, expected, tolerance):
         error = np.abs(self.out.numpy().astype(np.float64) - expected)
         assert np.all(error <= np.abs(expected) * ROUNDING[self.out_dtype] * 1.01 + tolerance), error.max()
+
+    def check_gated(self, activation):
+        sums, sizes = self.sums()
+        (gate, up), (gate_size, up_size) = (np.split(one, 2, axis=1) for one in (sums, sizes))
+        activated = gate / (1 + np.exp(-(gate if activation == "silu" else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3))))
+        per_sum = self.weight.shape[1] * SUM_ROUNDING
+        # The slope of both is at most 1.13; a few units for the exponential.
+        tolerance = per_sum * (1.13 * gate_size * np.abs(up) + np.abs(activated) * up_size) + 2**-20 * np.abs(activated * up)
+        self.check(activated * up, tolerance + 1e-30)
+
+
+@contextmanager
+def few_multiprocessors(memory, large_percent, monkeypatch):
+    """Two multiprocessors, so that a block has several tiles: large ones from this percentage on."""
+    if not memory.is_host:
+        monkeypatch.setattr(memory, "multiprocessor_count", 2)
+    chosen = linear_tiles.linear_tiles
+    monkeypatch.setattr(linear_tiles, "linear_tiles", lambda *of: chosen(*of)._replace(large_percent=large_percent))
+    linear_tiles.linear_plan.cache_clear()
+    try:
+        yield
+    finally:
+        linear_tiles.linear_plan.cache_clear()
 
 
 def check_linear(memory, stream, shape, *arguments, **options):
@@ -227,29 +253,16 @@ def test_scales_that_the_outputs_of_a_tile_share(memory, stream, shape, dtype, s
 def test_gated_products(memory, stream, shape, kind, dtype, scale_dtype, with_zero_points, activation):
     problem = Problem(memory, stream, shape, kind, dtype, scale_dtype, with_zero_points, gated=True, bias=shape[0] > 1)
     packed_linear_gated_mul_kernel(*problem.tensors, problem.out, activation, stream)
-    sums, sizes = problem.sums()
-    (gate, up), (gate_size, up_size) = (np.split(one, 2, axis=1) for one in (sums, sizes))
-    activated = gate / (1 + np.exp(-(gate if activation == "silu" else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3))))
-    per_sum = shape[2] * SUM_ROUNDING
-    # The slope of both is at most 1.13; a few units for the exponential.
-    tolerance = per_sum * (1.13 * gate_size * np.abs(up) + np.abs(activated) * up_size) + 2**-20 * np.abs(activated * up)
-    problem.check(activated * up, tolerance + 1e-30)
+    problem.check_gated(activation)
 
 
 @KINDS
 @pytest.mark.parametrize("large_percent", [0, 1000], ids=["large", "small"])
 def test_several_tiles_of_a_block(memory, stream, kind, large_percent, monkeypatch):
-    if not memory.is_host:
-        monkeypatch.setattr(memory, "multiprocessor_count", 2)
-    chosen = linear_tiles.linear_tiles
-    monkeypatch.setattr(linear_tiles, "linear_tiles", lambda *of: chosen(*of)._replace(large_percent=large_percent))
-    linear_tiles.linear_plan.cache_clear()
-    try:
+    with few_multiprocessors(memory, large_percent, monkeypatch):
         check_linear(memory, stream, (3, 1000, 136, 0), kind, "bfloat16", "float16", kind in LIMITS)
         check_linear(memory, stream, (8, 300, 4168, 2), kind, "float16", "float16", False, bias=True)
         check_linear(memory, stream, (2, 515, 64, ONE_GROUP), kind, "bfloat16", "bfloat16", kind in LIMITS, out_dtype="float32")
-    finally:
-        linear_tiles.linear_plan.cache_clear()
 
 
 @KINDS
@@ -327,3 +340,103 @@ def test_fp4_with_scales_that_are_powers_of_two(memory, stream, shape, dtype):
     packed_linear_kernel(problem.tensors[0], packed, None, problem.out, stream)
     expected, size = problem.sums()
     problem.check(expected, size * inputs * SUM_ROUNDING)
+
+
+def inverse(divisor):
+    """The inverse of a divisor of compressed-tensors, as a sum."""
+    high = float(np.float32(1 / divisor))
+    return high, float(np.float32(1 / divisor - high))
+
+
+#: The factor of scales of ModelOpt, and divisors for which elements of float16 and of bfloat16 show each rounding of a scale.
+FACTORS = {"factor": (float(np.float32(0.00042)), 0.0), "divisor": inverse(1706.5430908203125), "another": inverse(1402.911376953125)}
+factors = pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
+
+
+def nvfp4_problem(memory, stream, shape, dtype, factor, **options):
+    """The values and the scales of NVFP4, in the place of the weights of a problem."""
+    problem = Problem(memory, stream, (*shape, 0), "int4", dtype, "float16", False, **options)
+    (outputs, inputs), random = problem.weight.shape, np.random.default_rng(1)
+    groups = count_groups(inputs, NVFP4_GROUPS)
+    values = random.integers(0, 16, (outputs, inputs)).astype(np.uint8)
+    scales = (random.uniform(2, 100, (outputs, groups)) * random.choice([-1, 1], (outputs, groups))).astype(ml_dtypes.float8_e4m3fn)
+    exact = nvfp4_scales(scales, factor)[:, np.arange(inputs) // 16]
+    problem.weight = (values.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * exact).astype(numpy_dtype(dtype))
+    problem.packed = PackedTensors(
+        kind="e2m1",
+        outputs=outputs,
+        inputs=inputs,
+        group_shift=NVFP4_GROUPS,
+        values=memory.to_device(pack_values(values, "e2m1"), stream=stream),
+        scales=memory.to_device(pack_rows(scales, groups), stream=stream),
+        zero_points=None,
+        factor=factor,
+    )
+    problem.tensors = (problem.tensors[0], problem.packed, problem.tensors[2])
+    return problem
+
+
+def check_nvfp4(memory, stream, shape, dtype, factor, **options):
+    problem = nvfp4_problem(memory, stream, shape, dtype, factor, **options)
+    packed_linear_kernel(*problem.tensors, problem.out, stream)
+    expected, size = problem.sums()
+    problem.check(expected, size * shape[2] * SUM_ROUNDING)
+
+
+@factors
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_value_of_nvfp4_bit_for_bit(memory, stream, dtype, factor):
+    """Each value with each scale: rounded to float32, then to an element, to subnormal ones too."""
+    outputs, inputs = 80, 16 * len(FLOAT8) + 8
+    values = np.resize(np.arange(16, dtype=np.uint8), (outputs, inputs))
+    groups = count_groups(inputs, NVFP4_GROUPS)
+    scales = np.zeros((outputs, groups), FLOAT8.dtype)
+    for output in range(outputs):
+        scales[output, : len(FLOAT8)] = np.roll(FLOAT8, output)
+    packed = PackedTensors(
+        kind="e2m1",
+        outputs=outputs,
+        inputs=inputs,
+        group_shift=NVFP4_GROUPS,
+        values=memory.to_device(pack_values(values, "e2m1"), stream=stream),
+        scales=memory.to_device(pack_rows(scales, groups), stream=stream),
+        zero_points=None,
+        factor=factor,
+    )
+    exact = nvfp4_scales(scales, factor)[:, np.arange(inputs) // 16]
+    expected = (values.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * exact).astype(numpy_dtype(dtype))
+    for first in (0, 48):
+        out = memory.to_device(np.full((32, inputs), np.nan, expected.dtype), stream=stream)
+        packed_dequantize_kernel(out, packed, first, stream)
+        np.testing.assert_array_equal(out.numpy().view(np.uint16), expected[first : first + 32].view(np.uint16))
+
+
+@factors
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 64), (8, 33, 136), (3, 48, 1024), (5, 17, 1096), (2, 35, 5192), (9, 18, 520), (16, 40, 3144)], ids=str
+)
+def test_nvfp4(memory, stream, shape, dtype, factor):
+    check_nvfp4(memory, stream, shape, dtype, factor, bias=shape[1] % 2 == 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 33, 72), (8, 70, 1160), (12, 16, 64)], ids=str)
+def test_float32_results_of_nvfp4(memory, stream, shape, dtype):
+    check_nvfp4(memory, stream, shape, dtype, FACTORS["divisor"], out_dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_products_of_nvfp4(memory, stream, dtype, activation):
+    for shape in ((1, 16, 64), (8, 48, 1160), (14, 32, 520)):
+        problem = nvfp4_problem(memory, stream, shape, dtype, FACTORS["factor"], gated=True, bias=shape[0] > 1)
+        packed_linear_gated_mul_kernel(*problem.tensors, problem.out, activation, stream)
+        problem.check_gated(activation)
+
+
+@pytest.mark.parametrize("large_percent", [0, 1000], ids=["large", "small"])
+def test_several_tiles_of_nvfp4(memory, stream, large_percent, monkeypatch):
+    with few_multiprocessors(memory, large_percent, monkeypatch):
+        check_nvfp4(memory, stream, (3, 1000, 136), "bfloat16", FACTORS["factor"])
+        check_nvfp4(memory, stream, (8, 300, 4168), "float16", FACTORS["divisor"], bias=True)

@@ -62,6 +62,11 @@ inline unsigned __float_as_uint(float value) {
     std::memcpy(&bits, &value, sizeof bits);
     return bits;
 }
+inline float __int_as_float(int bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
 inline float __uint_as_float(unsigned bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);

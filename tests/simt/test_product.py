@@ -153,6 +153,7 @@ DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
 LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_layer_kernels.py"
 COLUMN_TESTS = "test_column_order_kernels.py"
 PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed_stream.cuh", "linear/packed_values.cuh"
+NVFP4_TESTS = f"{PACKED_TESTS}::test_every_value_of_nvfp4_bit_for_bit"
 SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_block_values.cuh"
 EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/experts.cu"
 ROUTER_TESTS, ROUTER = "test_router_kernels.py", "router.cu"
@@ -1033,6 +1034,34 @@ MISTAKES = {
         "none",
         PACKED_TESTS,
         "test_every_value_of_fp8",
+    ),
+    "the scale of the first 16 inputs for 32": (PACKED_VALUES, "lane % 4 / 2 * 8", "0", "none", NVFP4_TESTS, "Mismatched"),
+    "the scale of the first half for both, of NVFP4": (PACKED_VALUES, "return 2 * 8;", "return 0;", "none", NVFP4_TESTS, "Mismatched"),
+    "the scale of the next fragment": (PACKED_VALUES, "kIsNvfp4 ? 4 * last", "kIsNvfp4 ? 4 * last + 1", "none", NVFP4_TESTS, "Mismatched"),
+    "scales of NVFP4 behind the last fragment": (
+        PACKED_VALUES,
+        "kIsNvfp4 ? 4 * last",
+        "kIsNvfp4 ? 4 * (fragment + ahead)",
+        "address",
+        f"{PACKED_TESTS}::test_nvfp4",
+        OVERRUN,
+    ),
+    "a factor without its last bits": (PACKED_VALUES, "__fmul_rn(scale, low)", "0.0f", "none", NVFP4_TESTS, "Mismatched"),
+    "a scale that is rounded twice": (
+        PACKED_VALUES,
+        "__fmaf_rn(scale, high, __fmul_rn(scale, low))",
+        "__fmul_rn(scale, high) + __fmul_rn(scale, low)",
+        "none",
+        NVFP4_TESTS,
+        "Mismatched",
+    ),
+    "the factor of another number": (
+        PACKED_VALUES,
+        "__int_as_float(group_shift), __int_as_float(scale_pairs)",
+        "__int_as_float(scale_pairs), __int_as_float(group_shift)",
+        "none",
+        NVFP4_TESTS,
+        "Mismatched",
     ),
     "other bits of the first pair for all": (
         SUPER_BLOCKS,

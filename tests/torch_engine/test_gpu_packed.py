@@ -9,7 +9,18 @@ import pytest
 from tests.helpers.gguf_files import random_super_blocks, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint
 from tests.helpers.models import changed_model, write_model
-from tests.helpers.quantized_models import FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_fp8, write_gptq
+from tests.helpers.quantized_models import (
+    CT_NVFP4,
+    FP8_CONFIG,
+    GPTQ_CONFIG,
+    fp8_blocks,
+    gptq,
+    modelopt,
+    nvfp4,
+    write_fp8,
+    write_gptq,
+    write_nvfp4,
+)
 from tests.paths import GOLDEN
 from tests.torch_engine.needs_torch import need_torch
 
@@ -19,8 +30,10 @@ import torch  # noqa: E402
 
 from trt_kvcache import Checkpoint, CudaMemory, HostMemory, InferenceSession, ReferenceEngine  # noqa: E402
 from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
+from trt_kvcache.checkpoint.quantized.compressed_tensors import CompressedTensors  # noqa: E402
 from trt_kvcache.checkpoint.quantized.fp8_blocks import FP8Blocks  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gptq import GPTQ  # noqa: E402
+from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks  # noqa: E402
 from trt_kvcache.engine.decoder_cache import decoder_cache_config  # noqa: E402
 from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel  # noqa: E402
@@ -137,6 +150,39 @@ def test_act_order_is_dequantized_bit_for_bit(dtype):
     stored, _ = gptq(group_size=128, order=True)(random.standard_normal(shape).astype(np.float32), random)
     weight = GPTQ({**GPTQ_CONFIG, "group_size": 128, "desc_act": True}).weight("m", stored, shape)
     assert_dequantized_bit_for_bit(weight, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("one_factor", [False, True])
+@pytest.mark.parametrize("inverse", [False, True], ids=["modelopt", "compressed-tensors"])
+def test_nvfp4_as_the_reference_engine(tmp_path, dtype, inverse, one_factor):
+    sizes = {**MODEL, "intermediate_size": 320, "torch_dtype": "bfloat16", "scale": 0.1}
+    assert_as_the_reference_engine(write_nvfp4(tmp_path / "model", one_factor=one_factor, inverse=inverse, **sizes), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_nvfp4_is_dequantized_bit_for_bit(dtype):
+    shape, random = (200, 1104), np.random.default_rng(0)
+    values = (random.standard_normal(shape) * np.exp2(random.uniform(-12, 0, (200, 1)))).astype(np.float32)
+    stored, _ = nvfp4(("weight", "weight_scale", "weight_scale_2"), inverse=False)(values, random)
+    assert_dequantized_bit_for_bit(ModelOpt(modelopt("NVFP4")).weight("m", stored, shape), dtype)
+    stored, _ = nvfp4(("weight_packed", "weight_scale", "weight_global_scale"), inverse=True)(values, random)
+    for divisor in (stored["weight_global_scale"], np.array([1706.5430908203125], np.float32), np.array([1402.911376953125], np.float32)):
+        weight = CompressedTensors(CT_NVFP4).weight("m", {**stored, "weight_global_scale": divisor}, shape)
+        assert_dequantized_bit_for_bit(weight, dtype)
+
+
+def test_memory_of_nvfp4(tmp_path):
+    """Linear layers need their stored size, embedding and head 16 bits."""
+    sizes = {**MODEL, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
+    folder = write_nvfp4(tmp_path / "model", one_factor=True, **sizes, torch_dtype="bfloat16", scale=0.05)
+    before = torch.cuda.memory_allocated()
+    with InferenceSession.from_model(folder, engine="torch", **SIZES, dtype="bfloat16") as session:
+        used = torch.cuda.memory_allocated() - before - session.engine._workspace.nbytes
+    of_layer = 512 * (4 + 2 * 2) * 64 + 4 * 64 * 512 + 3 * 512 * 2048
+    assert used <= 1.03 * 2 * of_layer * (4 + 8 / 16) / 8 + 2 * 2 * 4096 * 512 + (
+        256 << 10
+    )  # norms, and torch's rounding of small allocations
 
 
 @pytest.mark.parametrize(("quantize", "bits"), [("int8,head=int8", 8), ("int4:128,head=int4:128", 4)])

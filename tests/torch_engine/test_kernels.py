@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.gguf_files import Q4_K_M, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
-from tests.helpers.quantized_models import write_fp8, write_gptq
+from tests.helpers.quantized_models import write_fp8, write_gptq, write_nvfp4
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
@@ -371,6 +371,40 @@ def test_act_order_of_many_rows_and_with_biases(memory, calls, tmp_path, monkeyp
 def test_experts_with_act_order_are_dequantized(memory, calls, tmp_path):
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 80}
     with Checkpoint.open(write_gptq(tmp_path / "model", 32, "qwen3_moe", one_order=True, **sizes)) as checkpoint:
+        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16", is_packed=False)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["packed_linear"] > 0
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
+@pytest.mark.parametrize("inverse", [False, True], ids=["modelopt", "compressed-tensors"])
+def test_nvfp4_agrees_with_the_reference_engine(memory, calls, tmp_path, dtype, head_dim, inverse):
+    fields = {**PACKED_SIZES, "head_dim": head_dim, "intermediate_size": 96, "torch_dtype": "bfloat16"}
+    session, reference = packed_sessions(memory, write_nvfp4(tmp_path / "model", one_factor=True, inverse=inverse, **fields), dtype, None)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES[dtype])
+    steps = calls["attend"] / 2
+    assert calls["packed_linear_gated_mul silu"] == 2 * steps > 0
+    assert calls["packed_linear"] == 6 * steps
+    assert calls["packed_dequantize"] == 0
+
+
+def test_nvfp4_of_many_rows_and_of_several_factors(memory, calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(packed_projections, "MAX_PACKED_ROWS", 5)
+    monkeypatch.setattr(packed_projections, "WORKSPACE_WEIGHTS", 16 * 480)
+    fields = {**PACKED_SIZES, "head_dim": 80, "intermediate_size": 96, "torch_dtype": "bfloat16"}
+    session, reference = packed_sessions(memory, write_nvfp4(tmp_path / "model", one_factor=False, **fields), "bfloat16", None)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["packed_dequantize"] > 0
+    assert calls["packed_linear_gated_mul silu"] == 0
+    assert calls["packed_linear"] % (2 * 7) == 0 < calls["packed_linear"], "q, k, v, o, gate, up and down of two layers"
+
+
+def test_experts_in_nvfp4_are_dequantized(memory, calls, tmp_path):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 80}
+    with Checkpoint.open(write_nvfp4(tmp_path / "model", "qwen3_moe", one_factor=True, **sizes)) as checkpoint:
         session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16", is_packed=False)
     with session, reference:
         check_agreement(session, reference, TOLERANCES["bfloat16"])

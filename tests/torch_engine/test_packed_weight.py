@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import quantized_models as made
+from tests.kernels.packed_arrays import FLOAT8
 from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
@@ -24,7 +25,9 @@ from trt_kvcache.checkpoint.quantized.gptq import GPTQ  # noqa: E402
 from trt_kvcache.checkpoint.quantized.modelopt import ModelOpt  # noqa: E402
 from trt_kvcache.checkpoint.quantized.mxfp4 import MXFP4  # noqa: E402
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
+from trt_kvcache.checkpoint.quantized.weight import Scales  # noqa: E402
 from trt_kvcache.dtypes import numpy_dtype  # noqa: E402
+from trt_kvcache.kernels.packed_tensors import nvfp4_scales  # noqa: E402
 from trt_kvcache.torch_engine import packed_weight as packed_weight_module, packing  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import stack_of  # noqa: E402
 from trt_kvcache.torch_engine.packed_weight import joined  # noqa: E402
@@ -60,6 +63,20 @@ def gptq(**options):
 
 def compressed_mxfp4():
     return of(made.mxfp4(("weight_packed", "weight_scale"), blocks=False), CompressedTensors(made.CT_MXFP4))
+
+
+def nvfp4(shape=SHAPE):
+    names = ("weight", "weight_scale", "weight_scale_2")
+    return of(made.nvfp4(names, inverse=False), ModelOpt(made.modelopt("NVFP4")), shape)
+
+
+def compressed_nvfp4(shape=SHAPE):
+    names = ("weight_packed", "weight_scale", "weight_global_scale")
+    return of(made.nvfp4(names, inverse=True), CompressedTensors(made.CT_NVFP4), shape)
+
+
+def with_scales(weight, **changes):
+    return replace(weight, scales=replace(weight.scales, **changes))
 
 
 def compressed(bits, group_size, config, **options):
@@ -106,6 +123,8 @@ PACKED = {
     "Q8_0": (lambda: gguf(8), "int8", False),
     "mxfp4": (lambda: of(made.mxfp4(("weight_blocks", "weight_scales"), blocks=True), MXFP4({})), "e2m1", False),
     "compressed mxfp4": (compressed_mxfp4, "e2m1", False),
+    "nvfp4": (lambda: nvfp4(), "e2m1", False),
+    "compressed nvfp4": (lambda: compressed_nvfp4(), "e2m1", False),
     "FP8, blocks": (lambda: fp8((16, 64)), "e4m3", False),
     "FP8, blocks of 128": (lambda: fp8((128, 128)), "e4m3", False),
     "FP8, one scale an output": (fp8_channels, "e4m3", False),
@@ -176,7 +195,13 @@ NOT_PACKED = {
     "groups of 8": lambda: gptq(group_size=8),
     "groups of 96": lambda: of(made.gptq(group_size=96), GPTQ({**made.GPTQ_CONFIG, "group_size": 96, "checkpoint_format": "gptq"})),
     "factors of inputs": lambda: modelopt(factors=True),
-    "NVFP4": lambda: of(made.nvfp4(("weight", "weight_scale", "weight_scale_2"), inverse=False), ModelOpt(made.modelopt("NVFP4"))),
+    "NVFP4 with factors of inputs": lambda: replace(nvfp4(), input_factor=np.full(SHAPE[1], 1.5, np.float32)),
+    "NVFP4 in groups of 32": lambda: with_scales(nvfp4(), block=(1, 32), stored=nvfp4().scales.stored[:, ::2]),
+    "NVFP4 with a scale that is NaN": lambda: with_scales(nvfp4(), stored=np.full((48, 16), np.nan, ml_dtypes.float8_e4m3fn)),
+    "NVFP4 with a factor near the largest float32": lambda: with_scales(nvfp4(), factor=3e38),
+    "NVFP4 with a scale near the limit": lambda: with_scales(nvfp4(), factor=float(np.float32(4.01 / 448))),
+    "NVFP4 with a factor near the smallest float32": lambda: with_scales(nvfp4(), factor=1e-38),
+    "NVFP4 with a factor and a divisor": lambda: with_scales(nvfp4(), factor=0.3, divisor=7.0),
     "FP8, blocks of 12 inputs": lambda: of(made.fp8_blocks(), FP8Blocks(made.FP8_CONFIG)),
     "FP8, blocks of 96 inputs": lambda: fp8((128, 96)),
     "inputs that 8 does not divide": lambda: rounded_to_nearest(matrix((16, 36)), "int8", "float16"),
@@ -355,6 +380,39 @@ class TestJoined:
     )
     def test_others_are_not_joined(self, other):
         assert joined(self.weights(rounded_to_nearest(matrix(), "int4", "bfloat16"), other())) is None
+
+
+class TestNvfp4:
+    @pytest.mark.parametrize("make", [nvfp4, compressed_nvfp4])
+    @pytest.mark.parametrize("shape", [(16, 64), (40, 1072), (3, 16)], ids=str)
+    def test_values_of_shapes_that_end_early(self, make, shape):
+        weight = make(shape)
+        check_values(packed_weight(weight, "bfloat16"), weight.dequantized("bfloat16"))
+        check_values(packed_weight(weight, "float16"), weight.dequantized("float16"))
+
+    def test_every_scale_with_divisors(self):
+        """The sum of two floats multiplies scales as a division divides them."""
+        random, refused = np.random.default_rng(0), 0
+        every = FLOAT8[: len(FLOAT8) // 2]
+        for divisor in random.uniform(2, 4000, 500).astype(np.float32).tolist():
+            scales = Scales(stored=every[None], block=(1, 16), divisor=divisor)
+            factor = packing._nvfp4_factor(scales)
+            refused += factor is None
+            if factor is not None:
+                np.testing.assert_array_equal(nvfp4_scales(every, factor), scales.values()[0])
+        assert refused == 0
+
+    def test_weights_of_one_factor_are_joined(self):
+        whole = compressed_nvfp4()
+        parts = [packed_weight(whole.rows(slice(*rows)), "bfloat16") for rows in ((0, 16), (16, 48))]
+        check_values(joined(parts), whole.dequantized("bfloat16"))
+        other = with_scales(nvfp4(), factor=nvfp4().scales.factor * 1.5)
+        assert joined([packed_weight(nvfp4(), "bfloat16"), packed_weight(other, "bfloat16")]) is None
+
+    def test_a_scale_is_as_large_as_the_dtype_allows(self):
+        """What float16 cannot hold is not packed."""
+        large = with_scales(nvfp4(), factor=float(np.float32(3.9 / 448)))
+        check_values(packed_weight(large, "float16"), large.dequantized("float16"))
 
 
 class TestActOrder:

@@ -16,13 +16,16 @@ from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, supports_attention
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.tensor_shapes import embedding_name, looked_up_tensors, tensor_shapes
-from trt_kvcache.model.weight_parts import exact_tensors
+from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 
 #: Kinds of quantized values that the engine keeps packed, and the largest share that its layout adds to them.
 _PACKED_KINDS, _PADDING = frozenset({"int4", "uint4", "int8", "uint8", "e4m3"}), 0.03
 
-#: FP4 is kept packed in this format only.
-_PACKED_FP4 = "MXFP4"
+#: FP4 is kept packed in these formats, by their titles; in the second one neither weights of experts, nor matrices with factors of inputs.
+_MXFP4, _NVFP4, _FACTORS = "MXFP4", "NVFP4", "AWQ"
+
+#: Part of the title of formats with act-order, in which weights of experts are not kept packed.
+_ACT_ORDER = "act-order"
 
 #: The workspace for dequantized weights; the share of the GPU that CUDA graphs may take; tensors of a layer, in rows of its widest one.
 _WORKSPACE_NBYTES, _GRAPHS, _TENSORS_PER_ROW = 64 << 20, 1 / 32, 3
@@ -38,8 +41,12 @@ class TorchMemory:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> TorchMemory:
         """Read a checkpoint; no weights are read."""
-        kinds = checkpoint.value_kinds & (_PACKED_KINDS | ({"e2m1"} if _PACKED_FP4 in checkpoint.weights.format else set()))
+        title = checkpoint.weights.format
+        is_mxfp4, is_nvfp4 = _MXFP4 in title.upper(), _NVFP4 in title.upper() and _FACTORS not in title
+        kinds = checkpoint.value_kinds & (_PACKED_KINDS | ({"e2m1"} if is_mxfp4 or is_nvfp4 else set()))
         names = {name for kind in kinds for name in checkpoint.names_of_kind(kind)}
+        if is_nvfp4 or _ACT_ORDER in title:
+            names -= expert_tensors(checkpoint.config)
         return cls(checkpoint.config, {name: checkpoint.nbytes_of(name) for name in _matrices(checkpoint.config) & names})
 
     def rounded(self, quantize: str) -> TorchMemory:

@@ -26,8 +26,8 @@ PACKED_BITS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8, "q4_k": 4, "q5_k": 5,
 #: The same for weights in super-blocks.
 SUPER_BLOCK_TYPES = {"q4_k": "Q4K", "q5_k": "Q5K", "q6_k": "Q6K"}
 
-#: The dtype of scales of e2m1: e8m0, powers of two by their exponents.
-EXPONENTS = "uint8"
+#: The dtypes of scales of e2m1: e8m0, powers of two by their exponents; and e4m3, of NVFP4.
+EXPONENTS, NVFP4_SCALES = "uint8", "float8_e4m3fn"
 
 _ELEMENT_BITS = 16
 

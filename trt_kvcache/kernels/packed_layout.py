@@ -21,8 +21,8 @@ Array = npt.NDArray[Any]
 #: Outputs and inputs of a fragment, and inputs of half of one.
 FRAGMENT_OUTPUTS, FRAGMENT_INPUTS, HALF_INPUTS = 16, 64, 32
 
-#: ``group_shift`` of one group for all inputs. Others have ``32 << group_shift`` inputs.
-ONE_GROUP = 30
+#: ``group_shift`` of one group for all inputs, and of groups of 16, those of NVFP4. Others have ``32 << group_shift`` inputs.
+ONE_GROUP, NVFP4_GROUPS = 30, -1
 
 #: The zero point of weights that have none: int4 is stored as 0 to 15.
 MIDDLES = {"int4": 8, "int8": 0, "e2m1": 0, "e4m3": 0}
@@ -48,8 +48,13 @@ def count_tiles(outputs: int) -> int:
 
 def count_groups(inputs: int, group_shift: int) -> int:
     """Return the groups of an output, those of padding included."""
-    halves = 2 * -(-inputs // FRAGMENT_INPUTS)
-    return -(-halves >> group_shift)
+    quarters = 4 * -(-inputs // FRAGMENT_INPUTS)
+    return -(-quarters >> (group_shift + 1))
+
+
+def groups_of(inputs: int, group_shift: int) -> Array:
+    """Return the group of each input."""
+    return np.arange(inputs) * 2 // HALF_INPUTS >> (group_shift + 1)
 
 
 def unpack_values(packed: Array, kind: str, shape: tuple[int, int]) -> Array:

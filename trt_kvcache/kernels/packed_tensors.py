@@ -10,10 +10,21 @@ import numpy as np
 
 from trt_kvcache.kernels.host_arrays import Array, array_of
 from trt_kvcache.kernels.launch import address
-from trt_kvcache.kernels.packed_layout import HALF_INPUTS, MIDDLES, count_tiles, unpack_rows, unpack_values
+from trt_kvcache.kernels.packed_layout import MIDDLES, count_tiles, groups_of, unpack_rows, unpack_values
 from trt_kvcache.kernels.source_variants import PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE, packed_variant_name, variant_name
 from trt_kvcache.kernels.super_block_layout import dequantized_super_blocks
 from trt_kvcache.memory.tensor import DeviceTensor
+
+#: The kernels take FP4 for numbers that are so much smaller, and the factor of their scales for one that is so much larger.
+NVFP4_UNIT = 2.0**126
+
+
+def nvfp4_scales(stored: Array, factor: tuple[float, float]) -> Array:
+    """Return scales of e4m3 times the sum of two float32, in float32 as a fused multiply-add computes them."""
+    scales, (high, low) = stored.astype(np.float64), factor
+    rest = (stored.astype(np.float32) * np.float32(low)).astype(np.float64)
+    found: Array = (scales * high + rest).astype(np.float32)  # the sum of at most 48 bits is exact
+    return found
 
 
 class PackedMatrix(Protocol):
@@ -52,13 +63,14 @@ class PackedTensors:
 
     # The layout is that of ``packed_layout.py``; of a stack of matrices the tiles follow each other, see ``expert_kernels.py``.
     # On a GPU weights are read before earlier launches on the stream have ended: none of them may still write them.
-    kind: str  # "int4", "int8", "e4m3" without NaN, or "e2m1" with scales e8m0; the last two without zero points
+    kind: str  # "int4", "int8", "e4m3" without NaN, or "e2m1" with scales e8m0, or e4m3 of NVFP4; the last two without zero points
     outputs: int
     inputs: int
     group_shift: int
     values: DeviceTensor  # uint8 [tiles, bytes]
     scales: DeviceTensor  # [tiles, groups, 8, 2], or of e4m3 [tiles, groups, 1, 2] for all outputs of a tile; a dtype of scale_dtypes()
     zero_points: DeviceTensor | None  # uint8 or int8 [tiles, groups, 8, 2]
+    factor: tuple[float, float] | None = None  # of all scales of NVFP4: two float32, whose sum it is; see nvfp4_scales()
 
     @property
     def prefix(self) -> str:
@@ -73,6 +85,8 @@ class PackedTensors:
     @property
     def numbers(self) -> tuple[int, ...]:
         """See :class:`PackedMatrix`."""
+        if self.factor is not None:
+            return self.scales.shape[1], *(np.array(self.factor, np.float32) * np.float32(NVFP4_UNIT)).view(np.int32).tolist()
         return self.scales.shape[1], self.group_shift, self.scales.shape[2]
 
     def variant(self, dtype: str, rows: int) -> str:
@@ -84,12 +98,14 @@ class PackedTensors:
         shape, count = (self.outputs, self.inputs), count_tiles(self.outputs)
         tiles = slice(matrix * count, (matrix + 1) * count)
         values = unpack_values(array_of(self.values)[tiles], self.kind, shape).astype(np.float32)
-        group = np.arange(self.inputs) // HALF_INPUTS >> self.group_shift
+        group = groups_of(self.inputs, self.group_shift)
         zero_points: Any = MIDDLES[self.kind]
         if self.zero_points is not None:
             zero_points = unpack_rows(array_of(self.zero_points)[tiles], self.outputs).astype(np.float32)[:, group]
         stored = unpack_rows(array_of(self.scales)[tiles], self.outputs)
-        scales = (stored.view(ml_dtypes.float8_e8m0fnu) if self.kind == "e2m1" else stored).astype(np.float32)[:, group]
+        if self.factor is not None:
+            stored = nvfp4_scales(stored, self.factor)
+        scales = (stored.view(ml_dtypes.float8_e8m0fnu) if stored.dtype == np.uint8 else stored).astype(np.float32)[:, group]
         with np.errstate(over="ignore"):
             found: Array = ((values - zero_points) * scales).astype(dtype)
         return found

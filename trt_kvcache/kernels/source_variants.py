@@ -15,7 +15,7 @@ from trt_kvcache.kernels.attention_tiles import (
     prefill_tiles,
     quantized_prefill_tiles,
 )
-from trt_kvcache.kernels.linear_tiles import EXPONENTS, PACKED_TYPES, ROW_COUNTS, SUPER_BLOCK_TYPES, TILE_ROWS, linear_macros
+from trt_kvcache.kernels.linear_tiles import EXPONENTS, NVFP4_SCALES, PACKED_TYPES, ROW_COUNTS, SUPER_BLOCK_TYPES, TILE_ROWS, linear_macros
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: The functions that choose the macros of each attention source, by head dim and architecture.
@@ -42,7 +42,7 @@ EXPERT_SOURCE, PACKED_EXPERT_SOURCE = "linear_experts", "linear_packed_experts"
 SCALE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float16", "float32")}
 
 _ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
-_SCALE_TYPES = {**_ELEMENT_TYPES, EXPONENTS: "E8m0"}
+_SCALE_TYPES = {**_ELEMENT_TYPES, EXPONENTS: "E8m0", NVFP4_SCALES: "Float8"}
 
 
 def head_dims_of(source: str) -> tuple[int, ...]:
@@ -63,7 +63,9 @@ def variant_names(source: str) -> list[str]:
         return [variant_name(source, dtype, TILE_ROWS) for dtype in ELEMENT_TYPES]
     if source in (PACKED_LINEAR_SOURCE, PACKED_EXPERT_SOURCE):
         formats = [(dtype, kind, scale) for dtype in SCALE_DTYPES for kind in PACKED_TYPES for scale in scale_dtypes(dtype, kind)]
-        counts = ROW_COUNTS if source == PACKED_LINEAR_SOURCE else (TILE_ROWS,)
+        counts: tuple[int, ...] = (TILE_ROWS,)
+        if source == PACKED_LINEAR_SOURCE:  # the only one that knows NVFP4
+            formats, counts = [*formats, *((dtype, "e2m1", NVFP4_SCALES) for dtype in SCALE_DTYPES)], ROW_COUNTS
         return [packed_variant_name(source, dtype, rows, kind, scale) for dtype, kind, scale in formats for rows in counts]
     if source == SUPER_BLOCK_SOURCE:
         return [variant_name(source, dtype, rows, kind) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS for kind in SUPER_BLOCK_TYPES]

@@ -11,7 +11,9 @@ from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.compile import compile_ahead
+from trt_kvcache.kernels.linear_tiles import NVFP4_SCALES
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.weight_parts import expert_tensors
 from trt_kvcache.torch_engine.kernel_variants import packed_variants
@@ -88,8 +90,8 @@ class CheckpointTensors:
         weight = self._stored(name)
         if weight is None:
             return None
-        if name in self._experts and (isinstance(weight, SuperBlocks) or weight.group_index is not None):
-            return None  # the kernels of experts know neither super-blocks nor act-order
+        if name in self._experts and not _is_known_to_experts(weight):
+            return None
         if isinstance(weight, QuantizedWeight):
             return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
         return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
@@ -100,3 +102,10 @@ class CheckpointTensors:
             quantized = self._checkpoint.quantized_weight(name)
             self._last = name, self._checkpoint.super_blocks(name) if quantized is None else quantized
         return self._last[1]
+
+
+def _is_known_to_experts(weight: QuantizedWeight | SuperBlocks) -> bool:
+    """Return True if the kernels of experts may know the format: they know neither super-blocks, nor act-order, nor NVFP4."""
+    if isinstance(weight, SuperBlocks) or weight.group_index is not None:
+        return False
+    return not (weight.quantized_values.kind == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES))

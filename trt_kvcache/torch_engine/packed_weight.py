@@ -10,7 +10,7 @@ import torch
 
 from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
-from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_NBYTES, FRAGMENT_OUTPUTS, HALF_INPUTS, MIDDLES
+from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_NBYTES, FRAGMENT_OUTPUTS, MIDDLES, groups_of
 from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
@@ -33,6 +33,7 @@ class PackedWeight(PackedMatrix):
     scales: torch.Tensor
     zero_points: torch.Tensor | None
     order: torch.Tensor | None = None
+    factor: tuple[float, float] | None = None
 
     @cached_property
     def tensors(self) -> PackedTensors:
@@ -45,6 +46,7 @@ class PackedWeight(PackedMatrix):
             values=device_view(self.values, self.memory),
             scales=device_view(self.scales, self.memory),
             zero_points=None if self.zero_points is None else device_view(self.zero_points, self.memory),
+            factor=self.factor,
         )
 
     @property
@@ -77,11 +79,12 @@ class PackedWeight(PackedMatrix):
     def _columns(self) -> torch.Tensor:
         """Return the matrix, with its inputs in the order of the kernels."""
         values = unpack_values(self.values, self.kind, self.outputs, self.inputs)
-        group = torch.arange(self.inputs, device=values.device) // HALF_INPUTS >> self.group_shift
+        group = torch.from_numpy(groups_of(self.inputs, self.group_shift)).to(values.device)
         scales = unpack_rows(self.scales, self.outputs)
         if self.kind == "e2m1":
             table = torch.tensor(E2M1_VALUES.tolist(), device=values.device)
-            return (table[values.int()] * scales.view(torch.float8_e8m0fnu).float()[:, group]).to(self.dtype)
+            exact = scales.view(torch.float8_e8m0fnu).float() if self.factor is None else nvfp4_scales(scales, self.factor)
+            return (table[values.int()] * exact[:, group]).to(self.dtype)
         zero_points = MIDDLES[self.kind] if self.zero_points is None else unpack_rows(self.zero_points, self.outputs).float()[:, group]
         return ((values.float() - zero_points) * scales.float()[:, group]).to(self.dtype)
 
@@ -91,7 +94,7 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    formats = {(part.kind, part.inputs, part.group_shift, part.scales.dtype) for part in parts}
+    formats = {(part.kind, part.inputs, part.group_shift, part.scales.dtype, part.factor) for part in parts}
     if len(formats) > 1 or any(part.outputs % FRAGMENT_OUTPUTS for part in parts) or not have_one_order(parts):
         return None
     scales = [part.scales for part in parts]
@@ -109,7 +112,14 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
         scales=torch.cat(scales),
         zero_points=torch.cat([_zero_points(part) for part in parts]) if has_zero_points else None,
         order=first.order,
+        factor=first.factor,
     )
+
+
+def nvfp4_scales(stored: torch.Tensor, factor: tuple[float, float]) -> torch.Tensor:
+    """Return the scales of NVFP4 in float32: see the function of this name in ``packed_tensors.py``."""
+    high, low = factor
+    return (stored.double() * high + (stored.float() * low).double()).float()
 
 
 def _zero_points(weight: PackedWeight) -> torch.Tensor:

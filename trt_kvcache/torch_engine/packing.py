@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES
-from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.kernels import packed_tensors
 from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
+from trt_kvcache.kernels.linear_tiles import NVFP4_SCALES
 from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_INPUTS,
     FRAGMENT_NBYTES,
     FRAGMENT_OUTPUTS,
     HALF_INPUTS,
     MIDDLES,
+    NVFP4_GROUPS,
     ONE_GROUP,
     count_groups,
     count_tiles,
@@ -27,7 +32,7 @@ from trt_kvcache.kernels.packed_layout import (
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.packed_places import by_tile, pack_rows, pack_values
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
+from trt_kvcache.torch_engine.packed_weight import PackedWeight, nvfp4_scales
 from trt_kvcache.torch_engine.rounding import round_rows
 from trt_kvcache.torch_engine.upload import Upload
 from trt_kvcache.torch_engine.uploaded_rows import ON_DEVICE, UploadedRows, joined_rows
@@ -41,6 +46,12 @@ _KINDS = {
 _RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6), "e4m3": (-448, 448)}
 _DTYPES = {"int4": torch.uint8, "int8": torch.int8}
 
+#: Limits of scales and of their factor in NVFP4: times 2^126 they are finite, and nothing is rounded to a subnormal number.
+_NVFP4_LIMIT, _NVFP4_SMALLEST = 4.0, 2.0**-100
+
+#: Inputs of a scale of NVFP4.
+NVFP4_GROUP = 16
+
 #: Bits of a NaN of e4m3 without its sign. The kernels for GPUs before sm_89 take it for a number.
 _NAN = 0x7F
 
@@ -51,10 +62,16 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
     Its weights in ``dtype`` are those of :meth:`QuantizedWeight.dequantized`, bit by bit. It is copied as it is stored, and unpacked there.
     """
     first, inputs = parts[0], parts[0].shape[1]
-    kind_of_values = first.quantized_values.kind
+    kind_of_values, factor = first.quantized_values.kind, None
+    if kind_of_values == "e2m1" and first.scales.stored.dtype == numpy_dtype(NVFP4_SCALES):
+        factor = _nvfp4_factor(first.scales)
+        if factor is None:
+            return None
+        parts = [replace(part, scales=replace(part.scales, factor=1.0, divisor=1.0)) for part in parts]
+        first = parts[0]
     if kind_of_values not in _KINDS or first.input_factor is not None or inputs % INPUT_GRANULE:
         return None
-    shift = _group_shift(first.scales.block[1], first.scales.stored.shape[1])
+    shift = _group_shift(first.scales.block[1], first.scales.stored.shape[1]) if factor is None else NVFP4_GROUPS
     if shift is None or not _has_whole_groups(first):
         return None
     order = None if first.permutation is None else upload(first.permutation)
@@ -76,7 +93,12 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
     values = _packed_values(outputs, inputs, kind, read, upload.device)
     scales = torch.cat([scales for scales, _ in of_groups])
     zero_points = _zero_points([found for _, found in of_groups if found is not None], scales, kind, added)
-    stored_scales = _stored_scales(scales, kind, _scales_dtypes(first, dtype))
+    if factor is None:
+        stored_scales = _stored_scales(scales, kind, _scales_dtypes(first, dtype))
+    else:
+        stored_scales, scales = scales.to(torch.float8_e4m3fn), nvfp4_scales(scales, factor)
+        if not float(scales.abs().amax()) < _NVFP4_LIMIT:
+            return None
     if stored_scales is None or not _can_hold(dtype, kind, scales, zero_points) or any(are_nan):
         return None
     return PackedWeight(
@@ -89,6 +111,7 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
         values=values,
         **_of_groups(stored_scales, zero_points, count_groups(inputs, shift), are_shared=kind == "e4m3"),
         order=None if order is None else order.int(),
+        factor=factor,
     )
 
 
@@ -137,6 +160,20 @@ def _group_shift(width: int, groups: int) -> int | None:
         return ONE_GROUP
     halves, rest = divmod(width, HALF_INPUTS)
     return None if rest or halves & (halves - 1) else halves.bit_length() - 1
+
+
+def _nvfp4_factor(scales: Scales) -> tuple[float, float] | None:
+    """Return the factor of all scales of NVFP4 as the kernels take it; None if they would compute other scales than the reader.
+
+    A divisor becomes the sum of two float32 that is its inverse to 48 bits.
+    """
+    inverse = 1.0 / scales.divisor
+    high = float(np.float32(inverse))
+    factor = float(np.float32(high * scales.factor)), float(np.float32((inverse - high) * scales.factor))
+    if scales.block != (1, NVFP4_GROUP) or not _NVFP4_SMALLEST < factor[0] < _NVFP4_LIMIT:
+        return None
+    every = np.arange(_NAN, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    return factor if np.array_equal(packed_tensors.nvfp4_scales(every, factor), replace(scales, stored=every[None]).values()[0]) else None
 
 
 def _has_whole_groups(weight: QuantizedWeight) -> bool:
