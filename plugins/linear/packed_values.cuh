@@ -221,9 +221,7 @@ struct MatrixFactor<Float8> {
     float high, low;
 
     // Rounded once: the host checks it for all scales.
-    __device__ __forceinline__ float times(float scale) const {
-        return __fmaf_rn(scale, high, __fmul_rn(scale, low));
-    }
+    __device__ __forceinline__ float times(float scale) const { return __fmaf_rn(scale, high, __fmul_rn(scale, low)); }
 };
 
 // Multiplies differences of a row with its scale.
@@ -334,7 +332,8 @@ struct PackedMatrix {
         if constexpr (kIsNvfp4) to.factor = {__int_as_float(group_shift), __int_as_float(scale_pairs)};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if constexpr (kHasZeroPoints || kIsSame<Stored, Float8> || kIsNvfp4) {  // there are no registers for more addresses
+            if constexpr (kHasZeroPoints
+                          || kIsSame<Stored, Float8> || kIsNvfp4) {  // there are no registers for more addresses
                 const int row = start.row + group * pairs() + half * second_row();
                 to.scales[half] = reinterpret_cast<const RowScales<Scale>*>(scales)[row];
                 if (kHasZeroPoints) to.zero_points[half] = reinterpret_cast<const unsigned short*>(zero_points)[row];
