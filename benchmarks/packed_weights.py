@@ -18,7 +18,7 @@ from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, HALF_INPUTS, MIDD
 from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, SCALE_INPUTS, SUPER_BLOCK
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_places import by_tile, pack_rows, pack_values
-from trt_kvcache.torch_engine.packed_weight import PackedWeight, nvfp4_scales
+from trt_kvcache.torch_engine.packed_weight import PackedWeight, times_factor
 from trt_kvcache.torch_engine.packing import NVFP4_GROUP
 from trt_kvcache.torch_engine.super_block_places import pack_factors, pack_scales, pack_super_blocks
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
@@ -74,7 +74,7 @@ def _nvfp4(weight: torch.Tensor, memory: Any) -> PackedWeight:
     (outputs, inputs), factor = weight.shape, float(np.float32(1 / (6 * 448)))
     groups = weight.float().view(outputs, -1, NVFP4_GROUP)
     scales = (groups.abs().amax(dim=2) / (6 * factor)).clamp(min=2**-9).to(torch.float8_e4m3fn)
-    sizes = groups / nvfp4_scales(scales, (factor, 0.0))[..., None]
+    sizes = groups / times_factor(scales, (factor, 0.0))[..., None]
     ends = (torch.tensor(E2M1_VALUES[1:8].tolist()) + torch.tensor(E2M1_VALUES[:7].tolist())).to(weight.device) / 2
     values = torch.bucketize(sizes.abs(), ends) | (sizes < 0).long() << 3
     return PackedWeight(

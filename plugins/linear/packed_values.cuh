@@ -24,7 +24,8 @@
 //                               rounds them, as the checkpoint reader does; so does Float8 for BFloat16
 //
 // NVFP4 is E2m1 with scales in Float8 of 16 inputs, which a factor of the matrix multiplies in float32: the sum of two
-// floats, since some formats divide. A lane has inputs of one group in each half.
+// floats, since some formats divide. A lane has inputs of one group in each half. For BFloat16 the scale is the sum of two
+// elements, as above, but with 16 of its 24 bits: the host chooses a factor for which these give the same weights.
 #pragma once
 
 #include "attention/stored_kv.cuh"
@@ -229,7 +230,8 @@ template <class Type>
 class Scaling {
     static constexpr bool kIsOwn = kIsSame<Difference, Element>
                                    && (kIsSame<Type, Element> || (kIsSame<Type, E8m0> && kIsSame<Element, BFloat16>)),
-                          kIsSplit = !kIsOwn && kIsSame<Type, Float16> && kIsSame<Stored, Int4>;
+                          kIsSplit = !kIsOwn && kIsSame<Type, Float16> && kIsSame<Stored, Int4>,
+                          kIsSum = kIsNvfp4 && kIsSame<Element, BFloat16>;
     static constexpr int kTimes = kScaleUnit<Element, Stored>;
 
 public:
@@ -243,6 +245,12 @@ public:
                            others = multiply_add(Float16{}, first, 0xBC00BC00, scales.words);
             high_ = twice(times_64(exact_bfloat16(first)), i);
             low_ = twice(times_64(exact_bfloat16(others)), i);
+        } else if constexpr (kIsSum) {
+            const float2 exact = {factor.times(scales.value(0)), factor.times(scales.value(1))};
+            const unsigned first = pack(BFloat16{}, exact);
+            const float2 rounded = unpack(BFloat16{}, first);
+            high_ = twice(first, i);
+            low_ = twice(pack(BFloat16{}, {exact.x - rounded.x, exact.y - rounded.y}), i);
         } else {
             factor_ = factor.times(scales.value(i)) * kTimes;
         }
@@ -251,7 +259,7 @@ public:
     __device__ __forceinline__ unsigned of(unsigned differences) const {
         if constexpr (kIsOwn) {
             return multiply_add(Element{}, differences, high_, kMinusZero);
-        } else if constexpr (kIsSplit) {
+        } else if constexpr (kIsSplit || kIsSum) {
             return multiply_add(Element{}, differences, high_, multiply_add(Element{}, differences, low_, kMinusZero));
         } else {
             const float2 values = unpack(Difference{}, differences);

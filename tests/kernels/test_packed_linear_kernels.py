@@ -11,6 +11,7 @@ import pytest
 from tests.kernels.packed_arrays import FLOAT8, pack_rows, pack_tiles, pack_values
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
+from trt_kvcache.kernels.nvfp4_scales import nvfp4_kernel_factor, nvfp4_scales
 from trt_kvcache.kernels.packed_layout import (
     MIDDLES,
     NVFP4_GROUPS,
@@ -24,7 +25,7 @@ from trt_kvcache.kernels.packed_linear_kernels import (
     packed_linear_gated_mul_kernel,
     packed_linear_kernel,
 )
-from trt_kvcache.kernels.packed_tensors import PackedTensors, nvfp4_scales
+from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 
 PAIRS = [(dtype, scale) for dtype, scales in SCALE_DTYPES.items() for scale in scales]
@@ -348,8 +349,15 @@ def inverse(divisor):
     return high, float(np.float32(1 / divisor - high))
 
 
-#: The factor of scales of ModelOpt, and divisors for which elements of float16 and of bfloat16 show each rounding of a scale.
-FACTORS = {"factor": (float(np.float32(0.00042)), 0.0), "divisor": inverse(1706.5430908203125), "another": inverse(1402.911376953125)}
+#: Factors of ModelOpt: the kernels of bfloat16 take another one for the second; and small. Divisors for which elements of float16 and of
+#: bfloat16 show each rounding of a scale.
+FACTORS = {
+    "factor": (float(np.float32(0.00042)), 0.0),
+    "changed factor": (float(np.float32(0.00021758056)), 0.0),
+    "small factor": (2.0**-79, 0.0),
+    "divisor": inverse(1706.5430908203125),
+    "another": inverse(1402.911376953125),
+}
 factors = pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
 
 
@@ -371,6 +379,7 @@ def nvfp4_problem(memory, stream, shape, dtype, factor, **options):
         scales=memory.to_device(pack_rows(scales, groups), stream=stream),
         zero_points=None,
         factor=factor,
+        kernel_factor=nvfp4_kernel_factor(factor, dtype),
     )
     problem.tensors = (problem.tensors[0], problem.packed, problem.tensors[2])
     return problem
@@ -386,7 +395,7 @@ def check_nvfp4(memory, stream, shape, dtype, factor, **options):
 @factors
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_value_of_nvfp4_bit_for_bit(memory, stream, dtype, factor):
-    """Each value with each scale: rounded to float32, then to an element, to subnormal ones too."""
+    """Each value with each scale: rounded to float32, then to an element, to subnormal ones too. Zeros of both signs are one."""
     outputs, inputs = 80, 16 * len(FLOAT8) + 8
     values = np.resize(np.arange(16, dtype=np.uint8), (outputs, inputs))
     groups = count_groups(inputs, NVFP4_GROUPS)
@@ -402,16 +411,17 @@ def test_every_value_of_nvfp4_bit_for_bit(memory, stream, dtype, factor):
         scales=memory.to_device(pack_rows(scales, groups), stream=stream),
         zero_points=None,
         factor=factor,
+        kernel_factor=nvfp4_kernel_factor(factor, dtype),
     )
     exact = nvfp4_scales(scales, factor)[:, np.arange(inputs) // 16]
     expected = (values.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * exact).astype(numpy_dtype(dtype))
     for first in (0, 48):
         out = memory.to_device(np.full((32, inputs), np.nan, expected.dtype), stream=stream)
         packed_dequantize_kernel(out, packed, first, stream)
-        np.testing.assert_array_equal(out.numpy().view(np.uint16), expected[first : first + 32].view(np.uint16))
+        np.testing.assert_array_equal(out.numpy().astype(np.float32), expected[first : first + 32].astype(np.float32))
 
 
-@factors
+@pytest.mark.parametrize("factor", [FACTORS["factor"], FACTORS["divisor"]], ids=["factor", "divisor"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "shape", [(1, 16, 64), (8, 33, 136), (3, 48, 1024), (5, 17, 1096), (2, 35, 5192), (9, 18, 520), (16, 40, 3144)], ids=str

@@ -10,21 +10,11 @@ import numpy as np
 
 from trt_kvcache.kernels.host_arrays import Array, array_of
 from trt_kvcache.kernels.launch import address
+from trt_kvcache.kernels.nvfp4_scales import NVFP4_UNIT, nvfp4_scales
 from trt_kvcache.kernels.packed_layout import MIDDLES, count_tiles, groups_of, unpack_rows, unpack_values
 from trt_kvcache.kernels.source_variants import PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE, packed_variant_name, variant_name
 from trt_kvcache.kernels.super_block_layout import dequantized_super_blocks
 from trt_kvcache.memory.tensor import DeviceTensor
-
-#: The kernels take FP4 for numbers that are so much smaller, and the factor of their scales for one that is so much larger.
-NVFP4_UNIT = 2.0**126
-
-
-def nvfp4_scales(stored: Array, factor: tuple[float, float]) -> Array:
-    """Return scales of e4m3 times the sum of two float32, in float32 as a fused multiply-add computes them."""
-    scales, (high, low) = stored.astype(np.float64), factor
-    rest = (stored.astype(np.float32) * np.float32(low)).astype(np.float64)
-    found: Array = (scales * high + rest).astype(np.float32)  # the sum of at most 48 bits is exact
-    return found
 
 
 class PackedMatrix(Protocol):
@@ -70,7 +60,8 @@ class PackedTensors:
     values: DeviceTensor  # uint8 [tiles, bytes]
     scales: DeviceTensor  # [tiles, groups, 8, 2], or of e4m3 [tiles, groups, 1, 2] for all outputs of a tile; a dtype of scale_dtypes()
     zero_points: DeviceTensor | None  # uint8 or int8 [tiles, groups, 8, 2]
-    factor: tuple[float, float] | None = None  # of all scales of NVFP4: two float32, whose sum it is; see nvfp4_scales()
+    factor: tuple[float, float] | None = None  # of all scales of NVFP4: see nvfp4_scales()
+    kernel_factor: tuple[float, float] | None = None  # the one that the kernels take for it: see nvfp4_kernel_factor()
 
     @property
     def prefix(self) -> str:
@@ -85,8 +76,8 @@ class PackedTensors:
     @property
     def numbers(self) -> tuple[int, ...]:
         """See :class:`PackedMatrix`."""
-        if self.factor is not None:
-            return self.scales.shape[1], *(np.array(self.factor, np.float32) * np.float32(NVFP4_UNIT)).view(np.int32).tolist()
+        if self.kernel_factor is not None:
+            return self.scales.shape[1], *(np.array(self.kernel_factor, np.float32) * np.float32(NVFP4_UNIT)).view(np.int32).tolist()
         return self.scales.shape[1], self.group_shift, self.scales.shape[2]
 
     def variant(self, dtype: str, rows: int) -> str:

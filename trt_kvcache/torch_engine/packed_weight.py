@@ -10,6 +10,7 @@ import torch
 
 from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
+from trt_kvcache.kernels.nvfp4_scales import nvfp4_kernel_factor
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_NBYTES, FRAGMENT_OUTPUTS, MIDDLES, groups_of
 from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.base import Memory
@@ -47,6 +48,7 @@ class PackedWeight(PackedMatrix):
             scales=device_view(self.scales, self.memory),
             zero_points=None if self.zero_points is None else device_view(self.zero_points, self.memory),
             factor=self.factor,
+            kernel_factor=None if self.factor is None else nvfp4_kernel_factor(self.factor, str(self.dtype).removeprefix("torch.")),
         )
 
     @property
@@ -83,7 +85,7 @@ class PackedWeight(PackedMatrix):
         scales = unpack_rows(self.scales, self.outputs)
         if self.kind == "e2m1":
             table = torch.tensor(E2M1_VALUES.tolist(), device=values.device)
-            exact = scales.view(torch.float8_e8m0fnu).float() if self.factor is None else nvfp4_scales(scales, self.factor)
+            exact = scales.view(torch.float8_e8m0fnu).float() if self.factor is None else times_factor(scales, self.factor)
             return (table[values.int()] * exact[:, group]).to(self.dtype)
         zero_points = MIDDLES[self.kind] if self.zero_points is None else unpack_rows(self.zero_points, self.outputs).float()[:, group]
         return ((values.float() - zero_points) * scales.float()[:, group]).to(self.dtype)
@@ -116,8 +118,8 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     )
 
 
-def nvfp4_scales(stored: torch.Tensor, factor: tuple[float, float]) -> torch.Tensor:
-    """Return the scales of NVFP4 in float32: see the function of this name in ``packed_tensors.py``."""
+def times_factor(stored: torch.Tensor, factor: tuple[float, float]) -> torch.Tensor:
+    """Return scales of NVFP4 times their factor: those of ``nvfp4_scales``."""
     high, low = factor
     return (stored.double() * high + (stored.float() * low).double()).float()
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,9 +14,9 @@ from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.kernels import packed_tensors
 from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
 from trt_kvcache.kernels.linear_tiles import NVFP4_SCALES
+from trt_kvcache.kernels.nvfp4_scales import NVFP4_SCALES_FROM_ZERO, nvfp4_kernel_factor, nvfp4_scales
 from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_INPUTS,
     FRAGMENT_NBYTES,
@@ -32,7 +31,7 @@ from trt_kvcache.kernels.packed_layout import (
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.packed_places import by_tile, pack_rows, pack_values
-from trt_kvcache.torch_engine.packed_weight import PackedWeight, nvfp4_scales
+from trt_kvcache.torch_engine.packed_weight import PackedWeight, times_factor
 from trt_kvcache.torch_engine.rounding import round_rows
 from trt_kvcache.torch_engine.upload import Upload
 from trt_kvcache.torch_engine.uploaded_rows import ON_DEVICE, UploadedRows, joined_rows
@@ -47,7 +46,7 @@ _RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6), "e4m3": (-448,
 _DTYPES = {"int4": torch.uint8, "int8": torch.int8}
 
 #: Limits of scales and of their factor in NVFP4: times 2^126 they are finite, and nothing is rounded to a subnormal number.
-_NVFP4_LIMIT, _NVFP4_SMALLEST = 4.0, 2.0**-100
+_NVFP4_LIMIT, _NVFP4_SMALLEST = 3.9, 2.0**-80
 
 #: Inputs of a scale of NVFP4.
 NVFP4_GROUP = 16
@@ -64,7 +63,7 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
     first, inputs = parts[0], parts[0].shape[1]
     kind_of_values, factor = first.quantized_values.kind, None
     if kind_of_values == "e2m1" and first.scales.stored.dtype == numpy_dtype(NVFP4_SCALES):
-        factor = _nvfp4_factor(first.scales)
+        factor = _nvfp4_factor(first.scales, dtype)
         if factor is None:
             return None
         parts = [replace(part, scales=replace(part.scales, factor=1.0, divisor=1.0)) for part in parts]
@@ -96,7 +95,7 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
     if factor is None:
         stored_scales = _stored_scales(scales, kind, _scales_dtypes(first, dtype))
     else:
-        stored_scales, scales = scales.to(torch.float8_e4m3fn), nvfp4_scales(scales, factor)
+        stored_scales, scales = scales.to(torch.float8_e4m3fn), times_factor(scales, factor)
         if not float(scales.abs().amax()) < _NVFP4_LIMIT:
             return None
     if stored_scales is None or not _can_hold(dtype, kind, scales, zero_points) or any(are_nan):
@@ -162,18 +161,18 @@ def _group_shift(width: int, groups: int) -> int | None:
     return None if rest or halves & (halves - 1) else halves.bit_length() - 1
 
 
-def _nvfp4_factor(scales: Scales) -> tuple[float, float] | None:
-    """Return the factor of all scales of NVFP4 as the kernels take it; None if they would compute other scales than the reader.
+def _nvfp4_factor(scales: Scales, dtype: str) -> tuple[float, float] | None:
+    """Return the factor of all scales of NVFP4 as the kernels take it; None if they would compute other weights than the reader.
 
     A divisor becomes the sum of two float32 that is its inverse to 48 bits.
     """
     inverse = 1.0 / scales.divisor
     high = float(np.float32(inverse))
     factor = float(np.float32(high * scales.factor)), float(np.float32((inverse - high) * scales.factor))
-    if scales.block != (1, NVFP4_GROUP) or not _NVFP4_SMALLEST < factor[0] < _NVFP4_LIMIT:
+    if scales.block != (1, NVFP4_GROUP) or not _NVFP4_SMALLEST < factor[0] < _NVFP4_LIMIT or nvfp4_kernel_factor(factor, dtype) is None:
         return None
-    every = np.arange(_NAN, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
-    return factor if np.array_equal(packed_tensors.nvfp4_scales(every, factor), replace(scales, stored=every[None]).values()[0]) else None
+    expected = replace(scales, stored=NVFP4_SCALES_FROM_ZERO[None]).values()[0]
+    return factor if np.array_equal(nvfp4_scales(NVFP4_SCALES_FROM_ZERO, factor), expected) else None
 
 
 def _has_whole_groups(weight: QuantizedWeight) -> bool:

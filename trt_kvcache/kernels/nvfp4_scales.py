@@ -1,0 +1,62 @@
+"""Scales of NVFP4: e4m3 times the factor of a matrix, which is the sum of two float32."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import ml_dtypes
+import numpy as np
+
+from trt_kvcache.kernels.host_arrays import Array
+
+#: The kernels take FP4 for numbers that are so much smaller, and the factor for one that is so much larger.
+NVFP4_UNIT = 2.0**126
+
+#: All positive scales, and all positive values of FP4.
+NVFP4_SCALES_FROM_ZERO = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+_FP4 = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+
+#: Changes of a factor that are tried, in units of its last place.
+_CHANGES = sorted(range(-1024, 1025, 16), key=abs)
+
+
+def nvfp4_scales(stored: Array, factor: tuple[float, float]) -> Array:
+    """Return scales of e4m3 times a factor, in float32 as a fused multiply-add computes them."""
+    scales, (high, low) = stored.astype(np.float64), factor
+    rest = (stored.astype(np.float32) * np.float32(low)).astype(np.float64)
+    found: Array = (scales * high + rest).astype(np.float32)  # the sum of at most 48 bits is exact
+    return found
+
+
+@lru_cache(maxsize=1024)
+def nvfp4_kernel_factor(factor: tuple[float, float], dtype: str) -> tuple[float, float] | None:
+    """Return the factor for which the kernels compute the weights of ``factor``; None if there is none.
+
+    In bfloat16 they multiply with a scale as the sum of two bfloat16, which is much faster than with float32, but has 16 bits. So one of
+    some factors is taken for which that makes no difference, whatever the scale and the value.
+    """
+    if dtype != "bfloat16":
+        return factor
+    exact = _FP4.astype(np.float32) * nvfp4_scales(NVFP4_SCALES_FROM_ZERO, factor)[:, None]
+    expected = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
+    for change in _CHANGES:
+        changed = float(factor[0] + change * np.spacing(np.float32(factor[0]))), factor[1]
+        sums = _sums_of_products(nvfp4_scales(NVFP4_SCALES_FROM_ZERO, changed))
+        if all(np.array_equal(rounded, expected) for rounded in (_bfloat16(sums), _bfloat16(sums.astype(np.float32)))):
+            return changed
+    return None
+
+
+def _sums_of_products(scales: Array) -> Array:
+    """Return the products of all FP4 with scales, before they are rounded to bfloat16."""
+    high = _bfloat16(scales)
+    low = _bfloat16(scales - high)
+    found: Array = _FP4 * high[:, None] + _bfloat16(_FP4 * low[:, None])
+    return found
+
+
+def _bfloat16(values: Array) -> Array:
+    """Return values rounded to 8 bits, once, which casts from float64 do not."""
+    fractions, exponents = np.frexp(values.astype(np.float64))
+    found: Array = np.ldexp(np.rint(np.ldexp(fractions, 8)), exponents - 8)
+    return found
