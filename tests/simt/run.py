@@ -96,9 +96,9 @@ def build_device() -> Path:
 
         exports = f"-Wl,--version-script={HERE / 'driver' / 'exports.map'}"
         options = ["-shared", f"-I{find_nvidia_header_directory('cudart')}", exports, *map(str, sorted(HERE.glob("driver/*.cpp")))]
-        subprocess.run([*COMPILER, *options, "-o", str(folder / "libcuda.so.1")], check=True)
+        _compile([*options, "-o", str(folder / "libcuda.so.1")])
         for source in HERE.glob("*.cpp"):
-            subprocess.run([*COMPILER, "-c", str(source), "-o", str(folder / f"{source.stem}.o")], check=True)
+            _compile(["-c", str(source), "-o", str(folder / f"{source.stem}.o")])
 
     return once("device", own_sources(), make)
 
@@ -110,7 +110,7 @@ def precompiled_header(sanitizer: str) -> Path:
         header = folder / "precompiled.h"
         header.write_text(f'#include "{HERE / "simt.h"}"\n')
         options = [*SANITIZERS[sanitizer][0], "-x", "c++-header", str(header), "-o", str(header.with_suffix(".h.gch"))]
-        subprocess.run([*COMPILER, *options], check=True)
+        _compile(options)
 
     return once(f"header-{sanitizer}", own_sources(), make) / "precompiled.h"
 
@@ -184,8 +184,12 @@ def build_kernels(
         *SANITIZERS[sanitizer][0],
     ]
     options += [f"-D{name}={value}" for name, value in macros.items()]
-    subprocess.run([*COMPILER, *options, str(unit), *map(str, emulator), "-o", str(target)], check=True)
+    _compile([*options, str(unit), *map(str, emulator), "-o", str(target)])
     unit.unlink()
+
+
+def _compile(options: Sequence[str]) -> None:
+    subprocess.run([*COMPILER, *options], check=True, env={**os.environ, "LD_PRELOAD": ""})  # no sanitizer in the compiler itself
 
 
 def environment(cubins: Path, sanitizer: str) -> dict[str, str]:
