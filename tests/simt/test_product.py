@@ -555,7 +555,7 @@ MISTAKES = {
         "if (is_far) output.scale(row_scales);",
         "",
         "none",
-        f"{PREFILL_OVER_QUANTIZED}_variants",
+        f"{ATTENTION}.py::test_output_that_is_scaled_after_the_next_scores",
         "error <=",
     ),
     "one scale of a head that is left out": (
