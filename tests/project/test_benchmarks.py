@@ -60,7 +60,7 @@ def test_serving(tmp_path):
     assert all(row["stream_over_session"] > 0 for row in result["rows"])
 
 
-@pytest.mark.long
+@pytest.mark.slow  # tests/faults attacks the server in each run
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_server_attacks(tmp_path):
     for library in ("fastapi", "uvicorn", "prometheus_client"):
