@@ -1273,13 +1273,7 @@ def test_mistake(tmp_path, mistake):
     text = (sources / file).read_text()
     assert right in text
     (sources / file).write_text(text.replace(right, wrong))
-    changed = {
-        "SIMT_SOURCES": str(sources),
-        "SIMT_CHANGED": file,
-        "SIMT_SANITIZER": sanitizer,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),  # where the package keeps what it compiles
-    }
-    no_cubins = tmp_path / "cubins"
-    result = run_tests(no_cubins, sanitizer, "-p", "tests.simt.changed_source", f"tests/kernels/{tests}", variables=changed)
+    changed, no_cubins = {"SIMT_SOURCES": str(sources), "SIMT_CHANGED": file}, tmp_path / "cubins"
+    result = run_tests(no_cubins, sanitizer, f"tests/kernels/{tests}", variables=changed)
     assert said in result.stdout + result.stderr
     assert result.returncode != 0
