@@ -1,4 +1,4 @@
-"""Plugin libraries: shared libraries of TensorRT with creators of this package's plugins, in place of those in Python.
+"""Plugin libraries: shared libraries that TensorRT loads, with creators of this package's plugins in place of those in Python.
 
 A library stays loaded until the process ends. ``deregister_library`` is never called: with it TensorRT for RTX would unload the
 library, but keep the creators in it.
