@@ -30,11 +30,9 @@ def nvfp4_scales(stored: Array, factor: tuple[float, float]) -> Array:
 
 @lru_cache(maxsize=1024)
 def nvfp4_kernel_factor(factor: tuple[float, float], dtype: str) -> tuple[float, float] | None:
-    """Return the factor for which the kernels compute the weights of ``factor``; None if there is none.
-
-    In bfloat16 they multiply with a scale as the sum of two bfloat16, which is much faster than with float32, but has 16 bits. So one of
-    some factors is taken for which that makes no difference, whatever the scale and the value.
-    """
+    """Return the factor for which the kernels compute the weights of ``factor``; None if there is none."""
+    # In bfloat16 they multiply with a scale as the sum of two bfloat16, which is much faster than with float32, but has 16 bits. So one of
+    # some factors is taken for which that makes no difference, whatever the scale and the value.
     if dtype != "bfloat16":
         return factor
     exact = _FP4.astype(np.float32) * nvfp4_scales(NVFP4_SCALES_FROM_ZERO, factor)[:, None]
