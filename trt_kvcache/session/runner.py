@@ -4,7 +4,7 @@ Work on the device comes first, :meth:`Runner.apply` last. So the host needs no 
 device: the cache returns to the lengths of the current slots, and rows past a length have no effect.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -56,6 +56,8 @@ class Runner:
         #: Rows past the lengths that a commit can still take: those of a verified draft, or of a step that was enqueued ahead. Any other
         #: work on the device overwrites them.
         self.uncommitted: object = None
+        #: Called when the host is about to wait for the device, which is when other threads cost a step nothing.
+        self.before_wait: Callable[[], None] = _do_nothing
         # First slot and new tokens of each slot of the last enqueue, with states.
         self._ran: tuple[int, tuple[int, ...]] = (0, ())
         self._buffers = StepBuffers(
@@ -240,6 +242,7 @@ class Runner:
 
     def logits(self, count: int) -> np.ndarray[Any, Any]:
         """Wait for the last enqueue and return its logits."""
+        self.before_wait()
         logits = self._buffers.read_logits(count, stream=self.stream)
         return logits if logits.dtype == np.float32 else logits.astype(np.float32)
 
@@ -254,3 +257,7 @@ class Runner:
     def close(self) -> None:
         """Release the buffers. Idempotent."""
         self._buffers.close()
+
+
+def _do_nothing() -> None:
+    pass
