@@ -428,7 +428,7 @@ class TestVOutputs:
         assert len(read) == LAYERS
         assert not names or read == names
 
-    def test_plugins_read_v_in_the_buffer_that_is_bound(
+    def test_plugins_read_v_in_the_memory_that_is_bound(
         self, full: TensorRT, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         runs = record_plugin_runs(monkeypatch)
@@ -441,10 +441,10 @@ class TestVOutputs:
                 allocated.append(memory.live_nbytes)
                 make_ready(engine, memory, batch=3, width=11)
                 enqueue(engine)
-        assert allocated[1] - allocated[0] == 3 * 11 * 2 * 64 * 2
+        assert allocated[1] - allocated[0] == LAYERS * (3 * 11 * 2 * 64 * 2)
         buffers = {inputs[2] for _, inputs, _ in runs}
-        assert (len(runs), len(buffers)) == (LAYERS, 1)
-        assert buffers.pop() > 0x1000  # which stands for what lies inside of the engine
+        assert len(runs) == len(buffers) == LAYERS
+        assert min(buffers) > 0x1000  # which stands for what lies inside of the engine
         del engine
         gc.collect()
 
