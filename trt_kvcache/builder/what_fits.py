@@ -80,8 +80,9 @@ def what_fits(
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
     With TensorRT a session takes the GPU memory of plan, constants, activations and cache: see :func:`~trt_kvcache.estimate_build`. As for
-    a build, attention and ``v_outputs`` depend on the TensorRT that is installed, if any, and on its GPU. If TensorRT does not build the model, for example one with experts, the estimate is of a session with the PyTorch engine on compute
-    capability 8.0 or newer: weights, activations, CUDA graphs and cache. Memory of the driver, of TensorRT and of PyTorch is not counted.
+    a build, attention and ``v_outputs`` depend on the TensorRT that is installed, if any, and on its GPU. If TensorRT does not build the
+    model, for example one with experts, the estimate is of a session with the PyTorch engine on compute capability 8.0 or newer: weights,
+    activations, CUDA graphs and cache. Memory of the driver, of TensorRT and of PyTorch is not counted.
 
     Parameters
     ----------
