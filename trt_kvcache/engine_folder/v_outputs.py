@@ -10,7 +10,7 @@ from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import attention_tensor_names
 from trt_kvcache.memory.shapes import align_up, dense_nbytes
-from trt_kvcache.model import AttentionConfig, ModelConfig
+from trt_kvcache.model import ModelConfig
 
 
 def v_output_name(layer: int) -> str:
@@ -19,12 +19,10 @@ def v_output_name(layer: int) -> str:
 
 
 def v_outputs(model: ModelConfig, dtype: str) -> tuple[TensorSpec, ...]:
-    """Return the V of each layer with attention, in the dtype of computation."""
-    mixers = ((index, layer.mixer) for index, layer in enumerate(model.layers))
+    """Return the V of each layer that stores K and V, in the dtype of computation."""
     return tuple(
         TensorSpec.output(v_output_name(index), (-1, -1, mixer.num_kv_heads, mixer.head_dim), dtype)
-        for index, mixer in mixers
-        if isinstance(mixer, AttentionConfig)
+        for index, mixer in zip(model.kv_indices, model.kv_layers, strict=True)
     )
 
 
