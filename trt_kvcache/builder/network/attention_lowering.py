@@ -82,8 +82,8 @@ class AttentionLowering(Protocol):
 class PluginLayerLowering:
     """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs.
 
-    Quantized K and V are inputs and outputs in int32: see :mod:`trt_kvcache.ops.int32_packing`. A layer that reads K and V of another one
-    gets the k and v of that layer, and its cache as it is after it: it appends the same rows again, at the same place.
+    Quantized K and V are inputs and outputs in int32: see :mod:`trt_kvcache.ops.int32_packing`.
+    A layer that reads K and V of another one gets its k, v and cache, and appends the same rows again, at the same place.
     """
 
     def __init__(
