@@ -52,7 +52,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "gemma2": {"sliding_window": 7},
     "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2},
-    "gemma4_text": {"layer_types": ["full_attention"] * LAYERS, "num_kv_shared_layers": 1, "global_head_dim": 64},
+    "gemma4_text": {
+        "layer_types": ["full_attention"] * LAYERS,
+        "num_kv_shared_layers": 1,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 0,
+    },
     "glm4": {"hidden_size": 64},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "hunyuan_v1_dense": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 5.0}},

@@ -83,7 +83,6 @@ class PluginLayerLowering:
     """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs.
 
     Quantized K and V are inputs and outputs in int32: see :mod:`trt_kvcache.ops.int32_packing`.
-    A layer that reads K and V of another one gets its k, v and cache, and appends the same rows again, at the same place.
     """
 
     def __init__(
@@ -105,7 +104,8 @@ class PluginLayerLowering:
         self._positions: Any = None
         self._query_factors: dict[QueryScaling, Any] = {}
         self._rope_tables: dict[RopeKind, RopeTables] = {}
-        # Of each layer that stores K and V: its k and v, its cache and scales as they are after the layers so far, and the last user.
+        # Of each layer that stores K and V: its k and v, its cache and scales as they are after the layers so far, and its last user.
+        # Each user gets these, and so appends the same rows again, at the same place: a plugin layer cannot read without appending.
         self._new: dict[int, Sequence[Any]] = {}
         self._kv: dict[int, list[Any]] = {}
         users = zip(model.attention_indices, model.attention_layers, strict=True)
