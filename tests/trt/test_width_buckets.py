@@ -6,6 +6,7 @@ import pytest
 
 from trt_kvcache.engine.decoder_profiles import decoder_profiles
 from trt_kvcache.session.chunks import bucket_widths, plan_chunks
+from trt_kvcache.trt.graph_engine import MAX_PREFILL_GRAPHS
 from trt_kvcache.trt.width_buckets import WIDTH_BUCKETS
 
 POWERS = [1 << exponent for exponent in range(31)]
@@ -38,7 +39,7 @@ def test_up_to_512_tokens_a_prompt_is_one_enqueue_and_up_to_1024_at_most_two():
 
 
 def test_the_default_engine_has_31_widths():
-    assert len({width for count in EVERY_LENGTH for width in widths(count, 512)}) == 31
+    assert len({width for count in EVERY_LENGTH for width in widths(count, 512)}) == 31 < MAX_PREFILL_GRAPHS
     assert [width for width in WIDTH_BUCKETS if width <= 80] == [1, 2, 4, 8, 16, 32, 64, 72, 80]
     assert [width for width in WIDTH_BUCKETS if width >= 448] == [448, 480, *POWERS[9:]]
     assert widths(600, 512) == [512, 88]
