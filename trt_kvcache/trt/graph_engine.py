@@ -26,8 +26,8 @@ from trt_kvcache.trt.width_buckets import WIDTH_BUCKETS
 #: Names of profiles whose steps repeat.
 _REPEATED = ("decode", "verify")
 
-#: Most graphs of prefills that are kept: one for each width of a single slot, in an engine of the default prefill length. Prefills have more
-#: shapes than decode steps, and the wider ones gain less.
+#: Most graphs of prefills that are kept: one for each width of a single slot, in an engine of the default prefill length. Prefills have
+#: more shapes than decode steps, and the wider ones gain less.
 MAX_PREFILL_GRAPHS = 32
 #: Eager runs of a prefill before it gets a graph: TensorRT for RTX compiles kernels of its shape in the meantime, which a graph waits for.
 RUNS_OF_A_PREFILL = 16
