@@ -255,6 +255,21 @@ class TestVOutputs:
             assert memory.live_nbytes == 5000 + 3 * self.NBYTES
         assert memory.live_nbytes == 0
 
+    def test_the_caller_binds_those_of_a_plan_without_its_folder(
+        self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory
+    ) -> None:
+        """And a session is refused: the aliases of plugin layers are in the folder alone."""
+        with TensorRTEngine.open(PLAN, memory=memory, flavour="tensorrt") as engine:
+            assert [name for name in engine.tensors if name.startswith("v_")] == ["v_0", "v_1", "v_2"]
+            make_ready(engine, memory, width=PREFILL)
+            enqueue(engine)
+            bound = [fake.contexts[0].addresses[f"v_{layer}"] for layer in range(3)]
+            assert bound == [engine._bindings.active.tensors[f"v_{layer}"].ptr for layer in range(3)]
+            cache = KVCacheManager(folder.config.cache, memory=memory)
+            with raises(BindingError, "`present_key_values_0`", says="past_key_values_0"):
+                BindingPlan(engine, cache)
+            cache.close()
+
     def test_steps_neither_bind_nor_allocate(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
         with TensorRTEngine.open(folder, memory=memory) as engine:
             make_ready(engine, memory, width=PREFILL)
