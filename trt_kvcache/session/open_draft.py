@@ -1,4 +1,4 @@
-"""``with_draft``: add the drafter that ``draft=`` names to the parts of a session: prompt lookup, or a small model, opened here."""
+"""``with_draft``: add the drafter that ``draft=`` names to the parts of a session. A small model or an MTP head is opened here."""
 
 from __future__ import annotations
 

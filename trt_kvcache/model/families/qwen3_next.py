@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets in most layers, attention with an output gate in the others. Experts have a gated shared one."""
+"""Qwen3-Next: gated delta nets in most layers, attention with an output gate in the others. Beside the experts is a gated shared one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
