@@ -18,7 +18,7 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.session.chunks import Chunk, bucket_widths, coarse_widths, plan_chunks
+from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
 from trt_kvcache.session.hidden_states import HiddenStates
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import Rows, StepPlan
@@ -148,16 +148,17 @@ class Runner:
         max_width = self.plan.max_logits_per_slot if every_logit else self.plan.max_width
         # A verification of states must be one enqueue, which a bucket that does not fit would split.
         buckets = () if every_logit and self.has_states else getattr(self.engine, "width_buckets", ())
+        coarse = getattr(self.engine, "coarse_width_buckets", ()) if limit is not None and buckets else ()
         if limit is not None:
-            max_width, buckets = min(max_width, limit), coarse_widths(buckets)
+            max_width = min(max_width, limit)
         chunks = plan_chunks(
             lengths,
             plan.counts,
             max_width=max_width,
             max_sequence_length=self.cache.lengths.max_sequence_length,
             can_start_at=self.plan.can_start_at,
-            buckets=bucket_widths(buckets, self.engine.profiles, max_width),
-            pads=limit is not None,
+            buckets=bucket_widths(coarse or buckets, self.engine.profiles, max_width),
+            pads=bool(coarse),
         )
         for chunk in chunks:
             self.plan.profile_for(chunk.count, chunk.width, chunk.width if every_logit else 1)

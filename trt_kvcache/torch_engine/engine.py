@@ -44,7 +44,7 @@ from trt_kvcache.torch_engine.router import route
 from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_supported
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
-from trt_kvcache.torch_engine.step_widths import MAX_CAPTURED_WIDTH, STEP_WIDTHS
+from trt_kvcache.torch_engine.step_widths import COARSE_WIDTHS, MAX_CAPTURED_WIDTH, STEP_WIDTHS
 from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor
 from trt_kvcache.torch_engine.weights import TorchWeights, torch_weights
 
@@ -105,7 +105,8 @@ class TorchEngine(DecoderEngine):
             None if rows is None else self._device.view(rows.table) for rows in (self.hidden_states, self.hidden_inputs)
         )
         self._rows = None if self.embeddings is None else self._device.view(self.embeddings.table)
-        self.width_buckets = () if self._device.graphs is None else STEP_WIDTHS
+        if self._device.graphs is not None:
+            self.width_buckets, self.coarse_width_buckets = STEP_WIDTHS, COARSE_WIDTHS
         self._views = DeviceViews(memory)
         self._steps: OrderedDict[StepTensors, TorchStep] = OrderedDict()
         self._mixers = tuple(mixer.after_norms for mixer in model.attention_layers)
