@@ -34,7 +34,7 @@ def write_model(folder: Path, *, seed: int = 0, scale: float = 0.3, **changes: A
 def head_config(model: Path, num_logits: int, **changes: Any) -> dict[str, Any]:
     """Return the ``config.json`` of a head, as SpecForge and SGLang write it; a change to ... removes a field."""
     config = json.loads((model / "config.json").read_text())
-    sizes = {"intermediate_size": 28, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-5}
+    sizes = {"intermediate_size": 28, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5}
     fields = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

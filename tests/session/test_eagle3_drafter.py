@@ -374,7 +374,7 @@ REFUSALS: list[tuple[Callable[[Path], None], type[Exception], Sequence[str]]] = 
         CheckpointError,
         ["expected offsets in d2t to 37 different token ids"],
     ),
-    (reshaped("midlayer.self_attn.q_proj.weight", 72, 32), CheckpointError, ["self_attn.q_proj.weight of shape (72, 64)", "(72, 32)"]),
+    (reshaped("midlayer.self_attn.q_proj.weight", 96, 32), CheckpointError, ["self_attn.q_proj.weight of shape (96, 64)", "(96, 32)"]),
     (reshaped("midlayer.mlp.up_proj.bias", 28), CheckpointError, ["does not use", "mlp.up_proj.bias"]),
 ]
 
