@@ -241,8 +241,11 @@ def test_a_head_proposes_its_own_tokens_alone(opens: Open, ring: Path, tmp_path:
 def test_the_tokens_are_those_without_drafts(opens: Open, head: Path, options: dict[str, Any], where: str) -> None:
     expected = by_prompt(opens(None).generate(PROMPTS, params(**options)))
     session = ahead(opens(head)) if where == "ahead" else opens(head)
-    assert by_prompt(session.generate(PROMPTS, params(**options))) == expected
-    assert session.statistics.draft_tokens
+    watched = Watched(drafter_of(session))
+    assert by_prompt(session.generate(PROMPTS, params(**options), draft=watched)) == expected
+    proposed = {token for _, _, draft in watched.seen for token in draft}
+    assert proposed
+    assert proposed <= {*range(3, 40)}
 
 
 @pytest.mark.parametrize(
