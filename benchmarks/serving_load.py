@@ -1,11 +1,12 @@
 """The server under load with the PyTorch engine, beside ``submit`` and ``step``: prompts of many lengths, which share beginnings.
 
-    python benchmarks/serving_load.py [--models Qwen2-0.5B] [--clients 1,8,32] [--device cpu] [--quick] [--max-seconds 300] [--out FILE]
+    python benchmarks/serving_load.py [--models Qwen2-0.5B] [--clients 1,8,32] [--sides ours,transformers] [--device cpu] [--quick]
+                                      [--max-seconds 300] [--out FILE]
 
 Models of real shapes get random weights on the device. So many clients each send their next prompt after their last answer; on the side of
 the session, as many requests are outstanding. Every other prompt begins like one before. Tokens of the server are compared with those of
-the session first. TTFT is the time to the first token, ITL the time between two tokens of one answer. Needs torch, transformers and the
-extra ``serve``.
+the session first. TTFT is the time to the first token, ITL the time between two tokens of one answer. With the side ``transformers``, its
+continuous batching runs the same prompts in this process, as many at once. Needs torch, transformers and the extra ``serve``.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def measured(model: RandomModel, memory: Any, clients: int, options: argparse.Na
     run_server(open_session, ask)
     session_side, server_side = (summary(runs[-1], count) for runs in (of_session, of_server))
     ratio = server_side["tokens_per_second"] / session_side["tokens_per_second"]
-    return {
+    row = {
         "clients": clients,
         "requests": clients * EACH_CLIENT,
         "warm_up": options.warm_up,
@@ -105,6 +106,9 @@ def measured(model: RandomModel, memory: Any, clients: int, options: argparse.Na
         "server": server_side,
         "over_session": ratio,
     }
+    if "transformers" in options.sides:
+        row["transformers"] = summary(run_transformers(model, loads, count)[-1], count)
+    return row
 
 
 def written(model: RandomModel, token: int) -> str:
@@ -160,6 +164,36 @@ def run_server_load(clients: Clients, prompts: Load, count: int) -> dict[str, An
     return {"seconds": time.perf_counter() - begin, "answers": [times for times, *_ in found]}
 
 
+def run_transformers(model: RandomModel, loads: Sequence[Load], count: int) -> list[dict[str, Any]]:
+    """Return the same for each load, of continuous batching in transformers. Its graphs are captured first."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = []
+    with model.peer.continuous_batching_context_manager(generation_config=config) as manager:
+        for prompts in loads:
+            begin = time.perf_counter()
+            answers: list[list[float]] = []
+            waiting = [list(reversed(of_client)) for of_client in prompts]
+            running: dict[str, tuple[int, float]] = {}
+            idle = list(range(len(prompts)))
+            while any(waiting) or running:
+                for client in idle:
+                    if waiting[client]:
+                        submitted = time.perf_counter()
+                        name = manager.add_request(waiting[client].pop(), max_new_tokens=count, record_timestamps=True, eos_token_id=-1)
+                        running[name] = (client, submitted)
+                output = manager.get_result(timeout=60)
+                assert output is not None, "transformers has stopped"
+                assert output.error is None, output.error
+                assert len(output.generated_tokens) == len(output.timestamps) == count
+                client, submitted = running.pop(output.request_id)
+                answers.append([moment - submitted for moment in output.timestamps])
+                idle = [client]
+            found.append({"seconds": time.perf_counter() - begin, "answers": answers})
+    return found
+
+
 def summary(run: dict[str, Any], count: int) -> dict[str, Any]:
     """Return tokens per second, and how long clients waited."""
     answers: Sequence[Sequence[float]] = run["answers"]
@@ -176,6 +210,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--clients", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--sides", type=lambda text: text.split(","), default=["ours"], help="ours, transformers")
     parser.add_argument("--warm-up", type=int, default=4, help="runs before the one that counts: they capture graphs")
     parser.add_argument("--prefill-chunk", type=int, default=DEFAULT_PREFILL_CHUNK)
     parser.add_argument("--quick", action="store_true", help="tiny models: tries the script, measures nothing of use")

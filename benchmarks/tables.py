@@ -560,6 +560,12 @@ def _serving_load(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         times = [f"{side['itl_ms']['median']:.1f} and {side['itl_ms']['p99']:.1f}" for side in (server, session)]
         most = f"p99 at most {limits['itl_p99_over_median']:g} times p50"
         yield f"{at}: ITL, p50 and p99; of the session", f"{times[0]} ms; {times[1]} ms", most
+        if "transformers" in row:
+            peer = row["transformers"]
+            speed = f"{peer['tokens_per_second']:.0f}; {server['tokens_per_second'] / peer['tokens_per_second']:.2f}"
+            latencies = [f"{peer[name]['median']:.1f} and {peer[name]['p99']:.1f} ms" for name in ("ttft_ms", "itl_ms")]
+            what = "continuous batching of transformers in its process: tokens per second; times as many by the server"
+            yield f"{at}: {what}; TTFT and ITL of transformers", f"{speed}; {latencies[0]}; {latencies[1]}", ""
 
 
 def _opening(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -169,7 +169,7 @@ def test_nan_in_dead_rows_is_told_and_fails_nothing(settings, log, monkeypatch, 
 
 
 @pytest.mark.trt
-@pytest.mark.parametrize("module", [cache_update, attention_layer])
+@pytest.mark.parametrize("module", [cache_update, pytest.param(attention_layer, marks=pytest.mark.slow)])
 def test_tensorrt_builds_the_layers(settings, log, module):
     module.check(settings, log)
     assert {case.status for case in log.cases} == {"passed"}

@@ -65,7 +65,14 @@ def test_it_is_small():
 
 @pytest.mark.trt
 @pytest.mark.parametrize(
-    "options", [["--attention", "plugin"], ["--kv-dtype", "fp8"], ["--kv-dtype", "int8"], ["--quantize", "int4"]], ids=" ".join
+    "options",
+    [
+        ["--attention", "plugin"],
+        pytest.param(["--kv-dtype", "fp8"], marks=pytest.mark.slow),
+        ["--kv-dtype", "int8"],
+        ["--quantize", "int4"],
+    ],
+    ids=" ".join,
 )
 def test_it_builds(tmp_path, options):
     done = CliRunner().invoke(app, ["build", str(FOLDER), "-o", str(tmp_path / "engine"), *options])

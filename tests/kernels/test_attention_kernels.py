@@ -101,8 +101,7 @@ def test_quantized_prefill(memory, stream, name, kv_dtype, scales, monkeypatch):
     check(quantized(PREFILL_CASES[name], kv_dtype, scales), memory, stream)
 
 
-@pytest.mark.parametrize(("name", "variant"), each_once(PREFILL_CASES, PREFILL_VARIANTS))
-def test_quantized_prefill_variants(memory, stream, name, variant, monkeypatch):
+def check_quantized_variant(name, variant, memory, stream, monkeypatch):
     if memory.is_host:
         pytest.skip("the variants are those of the kernel")
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
@@ -110,6 +109,15 @@ def test_quantized_prefill_variants(memory, stream, name, variant, monkeypatch):
     monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, variant))
     turn = list(PREFILL_CASES).index(name) + PREFILL_VARIANTS.index(variant)  # each variant has all kinds of caches
     check(quantized(PREFILL_CASES[name], *QUANTIZED[turn % len(QUANTIZED)]), memory, stream)
+
+
+@pytest.mark.parametrize(("name", "variant"), each_once(PREFILL_CASES, PREFILL_VARIANTS))
+def test_quantized_prefill_variants(memory, stream, name, variant, monkeypatch):
+    check_quantized_variant(name, variant, memory, stream, monkeypatch)
+
+
+def test_output_that_is_scaled_after_the_next_scores(memory, stream, monkeypatch):
+    check_quantized_variant("large scores", "64", memory, stream, monkeypatch)
 
 
 ALL_CASES = [case for cases in (DECODE_CASES, FEW_CASES, PREFILL_CASES) for case in cases.items()]

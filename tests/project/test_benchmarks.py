@@ -60,7 +60,7 @@ def test_serving(tmp_path):
     assert all(row["stream_over_session"] > 0 for row in result["rows"])
 
 
-@pytest.mark.long
+@pytest.mark.slow  # tests/faults attacks the server in each run
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_server_attacks(tmp_path):
     for library in ("fastapi", "uvicorn", "prometheus_client"):
@@ -231,12 +231,14 @@ def test_the_table_of_serving_under_load(monkeypatch):
         for speed, ttft, itl in ((800.0, 40.0, 9.0), (1000.0, 30.0, 8.0))
     ]
     row = {"model": "a", "clients": 8, "server": sides[0], "session": sides[1], "over_session": 0.8}
+    row["transformers"] = {**sides[0], "tokens_per_second": 400.0}
     limits = {"over_session": 0.93, "itl_p99_over_median": 2.0}
     rows = [*tables._serving_load({"limits": limits, "prefill_chunk": 256, "rows": [row]})]
     assert [(value, limit) for _, value, limit in rows] == [
         ("800; 0.80 (1000)", "at least 0.93"),
         ("40 and 80 ms; 30 and 60 ms", ""),
         ("5.0 and 9.0 ms; 5.0 and 8.0 ms", "p99 at most 2 times p50"),
+        ("400; 2.00; 40.0 and 80.0 ms; 5.0 and 9.0 ms", ""),
     ]
 
 

@@ -44,8 +44,16 @@ SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
 VARIANTS = ("float16-64", "bfloat16-80", "float16-128", "float16-256", "float16-512")
 
 #: Pytest, without TensorRT; and so that what a sanitizer says before it ends the process is not lost.
-PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.simt.no_tensorrt", "-p", "tests.simt.tiles"]
+PYTEST = [
+    sys.executable,
+    "-m",
+    "pytest",
+    *(word for name in ("no_tensorrt", "tiles", "on_demand") for word in ("-p", f"tests.simt.{name}")),
+]
 UNBUFFERED = ["-p", "no:faulthandler", "--capture=sys"]
+
+#: Beginnings of names of sources with so many variants that each is built when a test first launches it.
+ON_DEMAND = ("linear_packed", "linear_super_blocks")
 
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
@@ -96,9 +104,9 @@ def build_device() -> Path:
 
         exports = f"-Wl,--version-script={HERE / 'driver' / 'exports.map'}"
         options = ["-shared", f"-I{find_nvidia_header_directory('cudart')}", exports, *map(str, sorted(HERE.glob("driver/*.cpp")))]
-        subprocess.run([*COMPILER, *options, "-o", str(folder / "libcuda.so.1")], check=True)
+        _compile([*options, "-o", str(folder / "libcuda.so.1")])
         for source in HERE.glob("*.cpp"):
-            subprocess.run([*COMPILER, "-c", str(source), "-o", str(folder / f"{source.stem}.o")], check=True)
+            _compile(["-c", str(source), "-o", str(folder / f"{source.stem}.o")])
 
     return once("device", own_sources(), make)
 
@@ -110,7 +118,7 @@ def precompiled_header(sanitizer: str) -> Path:
         header = folder / "precompiled.h"
         header.write_text(f'#include "{HERE / "simt.h"}"\n')
         options = [*SANITIZERS[sanitizer][0], "-x", "c++-header", str(header), "-o", str(header.with_suffix(".h.gch"))]
-        subprocess.run([*COMPILER, *options], check=True)
+        _compile(options)
 
     return once(f"header-{sanitizer}", own_sources(), make) / "precompiled.h"
 
@@ -133,9 +141,9 @@ def use_tiles() -> str:
 
 
 def is_chosen(name: str, variants: Sequence[str] = VARIANTS) -> bool:
-    """Whether a name of ``source_names`` is to be built: of attention in these variants, and everything else."""
+    """Whether a name of ``source_names`` is built before the tests: of attention in these variants, and all others but those on demand."""
     element_and_head_dim = "-".join(name.split("-")[1:3])
-    return not name.startswith("attention") or element_and_head_dim in variants
+    return element_and_head_dim in variants if name.startswith("attention") else not name.startswith(ON_DEMAND)
 
 
 def build_cubins(sanitizer: str = "none", variants: Sequence[str] = VARIANTS, only: Sequence[str] = ()) -> Path:
@@ -184,8 +192,12 @@ def build_kernels(
         *SANITIZERS[sanitizer][0],
     ]
     options += [f"-D{name}={value}" for name, value in macros.items()]
-    subprocess.run([*COMPILER, *options, str(unit), *map(str, emulator), "-o", str(target)], check=True)
+    _compile([*options, str(unit), *map(str, emulator), "-o", str(target)])
     unit.unlink()
+
+
+def _compile(options: Sequence[str]) -> None:
+    subprocess.run([*COMPILER, *options], check=True, env={**os.environ, "LD_PRELOAD": ""})  # no sanitizer in the compiler itself
 
 
 def environment(cubins: Path, sanitizer: str) -> dict[str, str]:
@@ -200,6 +212,7 @@ def environment(cubins: Path, sanitizer: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
         "TRT_KVCACHE_CUBIN_DIR": str(cubins),
         "TRT_KVCACHE_TEST_DEVICE": "emulated",
+        "SIMT_SANITIZER": sanitizer,
     }
 
 

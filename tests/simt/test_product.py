@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -15,8 +17,8 @@ from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES
 from tests.simt import run
 from tests.simt.standin import need_compiler
 from trt_kvcache.kernels.attention_tiles import PREFILL_VARIANTS
-from trt_kvcache.kernels.source_variants import variant_macros, variant_names
-from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
+from trt_kvcache.kernels.source_variants import variant_names
+from trt_kvcache.kernels.sources import source_folder
 
 need_compiler()
 run.use_tiles()
@@ -26,10 +28,13 @@ _PREFILLS = (1 + len(PREFILL_VARIANTS)) * len(PREFILL_CASES)  # as it is planned
 _QUANTIZED_PREFILLS = len(PREFILL_CASES)  # over a quantized cache, in one variant each
 
 
-def run_tests(cubins: Path, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_tests(
+    cubins: Path, sanitizer: str, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
     """Run tests of tests/kernels on the emulated device with these kernels."""
     command = [*run.pytest_command(sanitizer), "-q", "-x", "-p", "no:cacheprovider", "-m", "device and not slow", *arguments]
-    return subprocess.run(command, env=run.environment(cubins, sanitizer), cwd=run.REPOSITORY, capture_output=True, text=True)
+    environment = {**run.environment(cubins, sanitizer), **variables}
+    return subprocess.run(command, env=environment, cwd=run.REPOSITORY, capture_output=True, text=True)
 
 
 def count_passed(result: subprocess.CompletedProcess[str]) -> int:
@@ -550,7 +555,7 @@ MISTAKES = {
         "if (is_far) output.scale(row_scales);",
         "",
         "none",
-        f"{PREFILL_OVER_QUANTIZED}_variants",
+        f"{ATTENTION}.py::test_output_that_is_scaled_after_the_next_scores",
         "error <=",
     ),
     "one scale of a head that is left out": (
@@ -1259,19 +1264,6 @@ def test_mistake_replaces_code(mistake):
     assert wrong != right
 
 
-def includes(folder: Path, source: Path, header: str) -> bool:
-    """Whether a source is this file, or includes it through any others."""
-    found, left = set(), [source.as_posix()]
-    while left:
-        name = left.pop()
-        if name not in found and (folder / name).is_file():
-            found.add(name)
-            text = (folder / name).read_text()
-            left += [str(Path(name).parent / other) for other in re.findall(r'#include "(.+)"', text)]
-            left += re.findall(r'#include "(.+)"', text)
-    return header in found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_mistake(tmp_path, mistake):
@@ -1281,15 +1273,7 @@ def test_mistake(tmp_path, mistake):
     text = (sources / file).read_text()
     assert right in text
     (sources / file).write_text(text.replace(right, wrong))
-    cubins = tmp_path / "cubins"
-    cubins.mkdir()
-    variants = run.VARIANTS if file.startswith("attention") else ()
-    for name in (name for name in source_names() if run.is_chosen(name, variants)):
-        source, cubin = source_path(name).relative_to(source_folder()), cubin_name(name, run.ARCH)
-        if includes(sources, source, file):
-            run.build_kernels(sources / source, cubins / cubin, sanitizer, macros=variant_macros(name, run.ARCH), include=sources)
-        else:
-            (cubins / cubin).symlink_to(run.build_cubins(sanitizer, variants) / cubin)
-    result = run_tests(cubins, sanitizer, f"tests/kernels/{tests}")
+    changed, no_cubins = {"SIMT_SOURCES": str(sources), "SIMT_CHANGED": file}, tmp_path / "cubins"
+    result = run_tests(no_cubins, sanitizer, f"tests/kernels/{tests}", variables=changed)
     assert said in result.stdout + result.stderr
     assert result.returncode != 0

@@ -50,7 +50,7 @@ def test_a_network_has_the_logits_of_the_reference_engine(define: Define, model:
     assert_near(three_steps(network, tokens), three_steps(reference, tokens), LOGITS_TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("model", some(one_of_each_family(PLUGIN_MODELS), 16))
+@pytest.mark.parametrize("model", some(one_of_each_family(PLUGIN_MODELS), 6))
 def test_they_are_those_of_a_network_with_one(define: Define, model: str) -> None:
     tokens, _ = tokens_of(model)
     attention = attentions_of(model, MAX_SEQUENCE_LENGTH)[0]
