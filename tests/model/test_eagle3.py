@@ -75,7 +75,8 @@ def test_its_description_gives_it_back(changes: dict[str, Any]) -> None:
             {"eagle_aux_hidden_state_layer_ids": [2, 9, 29], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 8, 28]}},
             (2, 9, 29),
         ),
-        ({"eagle_config": {"use_aux_hidden_state": True, "use_mtp_layernorm": False}}, (2, 16, 29)),
+        ({"eagle_config": {"use_aux_hidden_state": True, "use_mtp_layernorm": False, "parallel_draft_step": None}}, (2, 16, 29)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 16, 29)),
     ],
     ids=str,
 )

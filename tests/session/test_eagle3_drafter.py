@@ -410,6 +410,16 @@ def test_other_engines_are_refused(opens: Open, tmp_path: Path, folder: Path, he
         InferenceSession.open(path, engine="numpy", draft=head)
 
 
+def test_a_head_without_a_dtype_has_that_of_its_tensors(folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    place = write_head(tmp_path / "head", folder, torch_dtype=...)
+    tensors = load_file(place / "model.safetensors")
+    halves = {name: tensor.astype(np.float16) if tensor.dtype == np.float32 else tensor for name, tensor in tensors.items()}
+    save_file(halves, place / "model.safetensors")
+    with Checkpoint.open_eagle3_head(place) as head:
+        assert head.config.dtype == "float16"
+    assert not recwarn
+
+
 def test_a_head_is_no_model(head: Path) -> None:
     with pytest.raises(CheckpointError):
         Checkpoint.open(head)

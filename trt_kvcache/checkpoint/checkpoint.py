@@ -41,7 +41,7 @@ from trt_kvcache.model.families.eagle3 import HEAD_FAMILY, TOKEN_OFFSETS, read_e
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
 from trt_kvcache.model.families.registry import FAMILIES, read_config, read_mtp_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, looked_up_tensors, tensor_shapes
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, looked_up_tensors, merge_names, tensor_shapes
 from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors, unread_prefixes
 
 # Optional files of a model folder, copied with it.
@@ -264,8 +264,9 @@ class Checkpoint:
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
             format_ = GGUF((tensor.dtype for tensor in gguf.tensors.values()), gguf.dequantized.values())
-        if not states_dtype(data) and embedding_name(config) in files:
-            config = _with_stored_dtype(config, files[embedding_name(config)])
+        typed = next((name for name in (embedding_name(config), *(merge_names(config) or ())) if name in files), None)
+        if not states_dtype(data) and typed is not None:
+            config = _with_stored_dtype(config, typed, files[typed])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
         _check(config, files, folder, format_, quantized, source.name)
         lora = None if adapter is None else LoraAdapter.open(adapter)
@@ -646,12 +647,11 @@ def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
     )
 
 
-def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:
-    embedding = embedding_name(config)
-    stored = file.tensors[embedding].dtype
+def _with_stored_dtype(config: ModelConfig, name: str, file: WeightFile) -> ModelConfig:
+    stored = file.tensors[name].dtype
     if stored not in MODEL_DTYPES:
         raise CheckpointError(
-            f"{file.path}: expected weights in one of {', '.join(MODEL_DTYPES)}, got {embedding} in {stored}. "
+            f"{file.path}: expected weights in one of {', '.join(MODEL_DTYPES)}, got {name} in {stored}. "
             "Convert the checkpoint, or use one that is not quantized."
         )
     return replace(config, dtype=stored)

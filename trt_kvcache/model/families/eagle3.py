@@ -122,9 +122,9 @@ def _state_layers(fields: ConfigFields, of_eagle: Mapping[str, Any]) -> tuple[in
     # vLLM reads its own field as layers before which, SGLang and SpecForge one in `eagle_config` as layers after which the states are read.
     found = []
     for place, ids, offset in (("", fields.get(_LAYER_IDS), 0), ("eagle_config.", of_eagle.get(_LAYER_IDS), 1)):
-        if ids is None:
+        if ids in (None, []):  # ModelOpt writes an empty list for the default
             continue
-        if not isinstance(ids, list) or not ids or not all(type(layer) is int and layer >= 0 for layer in ids):
+        if not isinstance(ids, list) or not all(type(layer) is int and layer >= 0 for layer in ids):
             raise ConfigError(f"{place}{_LAYER_IDS}: expected indices of layers, got {short_repr(ids)}.")
         found.append(tuple(layer + offset for layer in ids))
     if len(set(found)) > 1:
