@@ -2,9 +2,9 @@
 
     python benchmarks/build.py [--quantized] [--out benchmarks/results/build.json] [--dtype bfloat16] [--layers 24]
 
-With ``--quantized`` of weights that are rounded to int8 and int4. Each build runs in a process of its own, and its peak is that of the
-process. Bare: the network over the weights, one call of TensorRT, nothing kept but what it returns. Ours is ``build_engine``: the same,
-and the checks, the fingerprint of the checkpoint, and the engine folder on disk, which is then opened and verified.
+With ``--quantized`` the weights of these builds are rounded, to int8 and to int4. Each build runs in a process of its own, and its peak is
+that of the process. Bare: the network over the weights, one call of TensorRT, nothing kept but what it returns. Ours is ``build_engine``:
+the same, and the checks, the fingerprint of the checkpoint, and the engine folder on disk, which is then opened and verified.
 """
 
 import argparse

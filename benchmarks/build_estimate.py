@@ -2,9 +2,9 @@
 
     python benchmarks/build_estimate.py [--out benchmarks/results/build_estimate.json]
 
-Models with random weights in the shapes of Qwen2-0.5B and of a Llama with a head of its own, of 4 and 12 layers, are built with TensorRT
-for RTX, each in a fresh process, whose peak is that of the build; with weights as they are, and rounded in several ways. Exit code 1 if
-plan or peak is more than 10 % off.
+Models with random weights in the shapes of Qwen2-0.5B and of a Llama with an LM head of its own, of 4 and 12 layers, are built with
+TensorRT for RTX, each in a fresh process, whose peak is that of the build; with weights as they are, and rounded in several ways. Exit
+code 1 if plan or peak is more than 10 % off.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How long the way through the package is: lines by room, and the calls and files of a decode step and of a compaction.
+"""How long the way through the package is: lines by subpackage, and the calls and files of a decode step and of a compaction.
 
     python benchmarks/code_paths.py [--out benchmarks/results/code_paths.json]
 

@@ -2,13 +2,13 @@
 
     python benchmarks/end_to_end.py [--quick] [--cells 8B] [--sides ours,eager] [--all] [--continue] [--max-seconds 480] [--device cpu]
 
-Models of real shapes get random weights on the device; nothing is read or downloaded. First tokens are compared: greedy tokens of small
+Models of real shapes get random weights on the device; nothing is read or downloaded. First, tokens are compared: greedy tokens of small
 models of the same families must be those of transformers, but for ties of floats. Then each cell (a model, a batch, tokens past) is
 measured on each side, and the file is written after each: what was measured stays if the rest is cut off, and ``--continue`` measures
 only what is missing. Exit code 1 if tokens differ or a cell failed.
 
 Ours includes top-p sampling, text and a stop text. Those of transformers include sampling and text; ``greedy_step_ms`` is theirs without
-both. ``compiled`` takes a minute for each shape, so that by default it is measured at the shapes of the limits alone; ``--all`` has all.
+both. ``compiled`` takes a minute for each shape, so by default it is measured at a few shapes only (``COMPILED``); ``--all`` has all.
 ``llama`` is llama.cpp at batch 1, if the environment variable ``LLAMA_BENCH`` names a ``llama-bench`` program.
 """
 

@@ -1,4 +1,4 @@
-"""The sides of ``end_to_end.py``: each runs a cell (a batch, with so many tokens past) on a model and returns what it measured."""
+"""The sides of ``end_to_end.py``: each runs a cell (a model, a batch, tokens past) and returns what it measured."""
 
 from __future__ import annotations
 

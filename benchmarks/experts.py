@@ -2,9 +2,10 @@
 
     python benchmarks/experts.py [--quick] [--max-seconds 60]
 
-``up`` and ``down``: each launch alone. ``both``: the chosen experts of a layer, both launches and what the engine does for them, and beside
-16 bits the torch operations that gather them; in a CUDA graph. Weights of several layers and several choices take turns, so that none is in
-the L2. The least time is that in which the GPU copies as many bytes as the chosen experts have as they are stored, each once.
+``up`` and ``down``: each launch alone. ``both``: the chosen experts of a layer, both launches and what the engine does for them. With
+16-bit weights the torch operations that gather these experts are measured too. All in a CUDA graph. Weights of several layers and several
+choices take turns, so that none is in the L2. The least time is that in which the GPU copies as many bytes as the chosen experts have as
+they are stored, each once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Compaction, capture and restore over a plain copy of the same memory, and what does not depend on it.
+"""Speeds of compaction, capture and restore relative to a plain copy of the same memory, and what does not depend on a copy.
 
     python benchmarks/moves.py [--device host|gpu] [--max-bytes 1500000000] [--out benchmarks/results/moves_host.json]
 
 For the K/V shapes of models of 1B, 3B and 8B parameters, in float16: bytes read plus written per second. What is smaller than
 64 MB is bound by launches on a GPU, and stands apart. Then: whether a compaction depends on ``max_sequence_length``; snapshots
-over the slower of SHA-256 and the disk; reset and commit on the host. Exit code 1 if a limit is exceeded.
+relative to the slower of SHA-256 and the disk; reset and commit on the host. Exit code 1 if a limit is exceeded.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The first token after a start: Python, imports, opening a model of real shapes, and a prompt, each in a process of its own.
+"""The first token after a start (Python, imports, opening a model of real shapes, a prompt): each start is a process of its own.
 
     python benchmarks/opening.py [--models Llama-3-8B,Qwen2-0.5B] [--formats bf16,int8,int4,q8_0,q4_0] [--device cpu] [--quick] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""Attacks on ``trt-kvcache serve``, and what other clients see meanwhile: how long they wait, what memory it takes, whether it goes on.
+"""Attacks on ``trt-kvcache serve``, and meanwhile: how long other clients wait, what memory the server takes, whether it goes on.
 
     python benchmarks/server_attacks.py [--quick] [--only bodies,headers] [--out FILE]
 

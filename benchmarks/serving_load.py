@@ -3,10 +3,11 @@
     python benchmarks/serving_load.py [--models Qwen2-0.5B] [--clients 1,8,32] [--sides ours,transformers] [--device cpu] [--quick]
                                       [--max-seconds 300] [--out FILE]
 
-Models of real shapes get random weights on the device. So many clients each send their next prompt after their last answer; on the side of
-the session, as many requests are outstanding. Every other prompt begins like one before. Tokens of the server are compared with those of
-the session first. TTFT is the time to the first token, ITL the time between two tokens of one answer. With the side ``transformers``, its
-continuous batching runs the same prompts in this process, as many at once. Needs torch, transformers and the extra ``serve``.
+Models of real shapes get random weights on the device. As many clients as ``--clients`` says each send their next prompt after their last
+answer; on the side of the session, as many requests are outstanding. Every other prompt begins like one before. Tokens of the server are
+compared with those of the session first. TTFT is the time to the first token, ITL the time between two tokens of one answer. With the side
+``transformers``, its continuous batching runs the same prompts in this process, as many at once. Needs torch, transformers and the extra
+``serve``.
 """
 
 from __future__ import annotations

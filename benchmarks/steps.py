@@ -2,11 +2,11 @@
 
     python benchmarks/steps.py [-o FILE] [--models Qwen2-0.5B,Llama-3-8B] [--quick] [--device cpu] [--max-seconds 330]
 
-Models of real shapes get random weights on the device. First logits are compared: those of small models of the same families, in every call
-and many widths, with those of the NumPy engine. Then each call is measured with 1024 tokens past. ``call_ms`` is the median of whole calls
-from the third on, ``first_ms`` and ``second_ms`` are those that run a bucket eagerly and capture it, ``engine_ms`` is the time of the same
-enqueue back to back, which on a GPU is the time of the GPU, and ``host_ms`` the difference. For prompts, ``exact_engine_ms`` is the time
-of the GPU without padding. ``eager_us_per_layer`` is host time of an enqueue that is not captured. Exit code 1 if logits differ.
+Models of real shapes get random weights on the device. First, logits are compared: those of small models of the same families, in every
+call and many widths, with those of the NumPy engine. Then each call is measured with 1024 tokens past. ``call_ms`` is the median of whole
+calls from the third on, ``first_ms`` and ``second_ms`` are those that run a bucket eagerly and capture it, ``engine_ms`` is the time of the
+same enqueue back to back, which on a GPU is the time of the GPU, and ``host_ms`` the difference. For prompts, ``exact_engine_ms`` is the
+time of the GPU without padding. ``eager_us_per_layer`` is host time of an enqueue that is not captured. Exit code 1 if logits differ.
 """
 
 from __future__ import annotations

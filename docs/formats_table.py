@@ -1,7 +1,7 @@
 """Write the table of weight formats into README.md and docs/quantization.md, from the code: ``python docs/formats_table.py``.
 
 ``--check`` writes nothing; exit code 1 means that a table differs from the code. Formats, their kinds of quantized values, and the
-first GPUs with each type of TensorRT come from the package.
+first GPUs with each of TensorRT's data types come from the package.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The engine is written in NumPy and has no weights. It is an induction head, the 
 earlier occurrence of the newest token and predicts the token that followed it. So it continues any pattern that the prompt
 repeats. The key of a token is the token *before* it, and its value is the token itself, both one-hot.
 
-``trt_kvcache.Engine`` is the protocol that an engine implements: tensors, profiles, ``use_profile``, ``bind``, ``set_input_shape``,
-``enqueue``, ``close``. A serialised TensorRT engine needs none of that code: ``TensorRTEngine.open("engine.plan", memory=...,
-names=...)`` opens it as such an engine.
+``trt_kvcache.Engine`` is the protocol that an engine implements: tensors, profiles, a memory, ``use_profile``, ``bind``,
+``set_input_shape``, ``enqueue``, ``close``. A serialised TensorRT engine needs none of that code:
+``TensorRTEngine.open("engine.plan", memory=..., names=...)`` opens it as such an engine.
 
 Run it::
 

@@ -1,4 +1,4 @@
-"""One client against another: its many long requests, its false addresses, its slow conversations, and when the server ends meanwhile."""
+"""One client against another: its many long requests, false addresses and slow conversations, and how long the server then takes to end."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PREFIX = "mtp.layers.0."
 
 def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of a head, by the names of published files."""
-    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, width = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
     layer = {
         "self_attn.q_proj.weight": (2 * queries, hidden),
@@ -32,9 +32,7 @@ def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj.weight": (hidden, queries),
         "self_attn.q_norm.weight": (width,),
         "self_attn.k_norm.weight": (width,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
+        **_mlp_shapes(config),
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
@@ -42,12 +40,31 @@ def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {f"{PREFIX}{name}": shape for name, shape in layer.items()} | {f"mtp.{name}": shape for name, shape in outer.items()}
 
 
+def _mlp_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a dense MLP, or of experts: of each alone in Qwen3-Next, stacked in Qwen3.5-MoE."""
+    hidden, count = config["hidden_size"], config.get("num_experts", 0)
+
+    def dense(prefix: str, inner: int) -> dict[str, tuple[int, ...]]:
+        return {f"{prefix}.{name}_proj.weight": (hidden, inner) if name == "down" else (inner, hidden) for name in ("gate", "up", "down")}
+
+    if not count:
+        return dense("mlp", config["intermediate_size"])
+    inner = config["moe_intermediate_size"]
+    routed = {"mlp.experts.gate_up_proj": (count, 2 * inner, hidden), "mlp.experts.down_proj": (count, hidden, inner)}
+    if config["model_type"] == "qwen3_next":
+        routed = {name: shape for expert in range(count) for name, shape in dense(f"mlp.experts.{expert}", inner).items()}
+    shared = {**dense("mlp.shared_expert", config["shared_expert_intermediate_size"]), "mlp.shared_expert_gate.weight": (1, hidden)}
+    return {**routed, **shared, "mlp.gate.weight": (count, hidden)}
+
+
 NORMS = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
 
 
-def write_mtp_model(folder: Path, *, seed: int = 0, scale: float = 0.3, head: Mapping[str, Array] | None = None, **changes: Any) -> Path:
-    """Write a small Qwen3.5 with an MTP head, of which ``head`` has some tensors; return its folder."""
-    config = json.loads((GOLDEN / "qwen3_5" / "config.json").read_text()) | {"dtype": "float32", **changes}
+def write_mtp_model(
+    folder: Path, *, family: str = "qwen3_5", seed: int = 0, scale: float = 0.3, head: Mapping[str, Array] | None = None, **changes: Any
+) -> Path:
+    """Write a small model of a golden folder with an MTP head, of which ``head`` has some tensors; return its folder."""
+    config = json.loads((GOLDEN / family / "config.json").read_text()) | {"dtype": "float32", **changes}
     random = np.random.default_rng(seed)
     dtype = numpy_dtype(config["dtype"])
     shapes = tensor_shapes(ModelConfig.from_dict(config)) | head_shapes(config)
@@ -73,8 +90,8 @@ def head_in_float64(
     def linear(x: Array, name: str) -> Array:
         return x @ stored[f"{PREFIX}{name}.weight"].T
 
-    rope, width, count = config["rope_parameters"], config["head_dim"], len(tokens)
-    rotary = int(width * rope["partial_rotary_factor"])
+    rope, width, count = config.get("rope_parameters", config), config["head_dim"], len(tokens)
+    rotary = int(width * rope.get("partial_rotary_factor", 0.25))
     angles = np.arange(count)[:, None] * rope["rope_theta"] ** -(np.arange(0, rotary, 2) / rotary)
 
     def rotated(x: Array) -> Array:  # [heads, tokens, width]
@@ -98,10 +115,34 @@ def head_in_float64(
     attended = (chances / chances.sum(-1, keepdims=True) @ v).swapaxes(0, 1)
     x = x + linear((attended / (1 + np.exp(-gate))).reshape(count, -1), "self_attn.o_proj")
     normed = norm(x, f"{PREFIX}post_attention_layernorm.weight")
-    inner = linear(normed, "mlp.gate_proj")
-    x = x + linear(inner / (1 + np.exp(-inner)) * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+    x = x + _mlp_in_float64(config, {name.removeprefix(PREFIX): one for name, one in stored.items()}, normed)
     x = norm(x, "mtp.norm.weight")
     return x, x @ np.asarray(lm_head, np.float64).T
+
+
+def _mlp_in_float64(config: Mapping[str, Any], stored: Mapping[str, Array], x: Array) -> Array:
+    def dense(x: Array, gate: Array, up: Array, down: Array) -> Array:
+        inner = x @ gate.T
+        return inner / (1 + np.exp(-inner)) * (x @ up.T) @ down.T
+
+    def matrices(prefix: str) -> list[Array]:
+        return [stored[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down")]
+
+    if not config.get("num_experts"):
+        return dense(x, *matrices("mlp"))
+    if "mlp.experts.down_proj" in stored:
+        halves = (np.split(both, 2) for both in stored["mlp.experts.gate_up_proj"])
+        experts = [[*pair, down] for pair, down in zip(halves, stored["mlp.experts.down_proj"], strict=True)]
+    else:
+        experts = [matrices(f"mlp.experts.{index}") for index in range(config["num_experts"])]
+    logits = x @ stored["mlp.gate.weight"].T
+    out = dense(x, *matrices("mlp.shared_expert")) / (1 + np.exp(-x @ stored["mlp.shared_expert_gate.weight"].T))
+    for row, of_experts in enumerate(logits):
+        chosen = np.argsort(-of_experts)[: config["num_experts_per_tok"]]
+        shares = np.exp(of_experts[chosen] - of_experts[chosen].max())  # over the chosen ones alone, which renormalises
+        for expert, share in zip(chosen, shares / shares.sum(), strict=True):
+            out[row] += share * dense(x[row], *experts[expert])
+    return out
 
 
 #: Tokens of a ring, twice: a token is followed by the next one of its half. The last two tokens begin a sequence, and choose the half.

@@ -194,7 +194,7 @@ DECODE_CASES = {
     "window": Case(lengths=(149, 20, 0), window=33, group=8, head_dim=128),
     "softcap and scale": Case(lengths=(140,), softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, rotary_dim=0),
     "large softcap": Case(lengths=(40,), softcap=1e6),
-    "short cache": Case(lengths=(3,), kv_heads=1, tokens=4),
+    "short cache": Case(lengths=(3,), kv_heads=1, tokens=4, layout="separate"),
     "many slots": Case(lengths=tuple(range(40)), kv_heads=1, tokens=41),
     "many parts": Case(lengths=(1499,), kv_heads=1, tokens=1500),
     "some tiles more than their first ones": Case(lengths=(1100,), kv_heads=1, tokens=1101),

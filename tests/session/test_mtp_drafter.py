@@ -161,7 +161,16 @@ class CheckedHead:
         assert next(found, None) is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "num_key_value_heads": 2, "num_attention_heads": 6}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False, "num_key_value_heads": 2, "num_attention_heads": 6},
+        {"family": "qwen3_next-experts", "mlp_only_layers": []},
+        {"family": "qwen3_5_moe"},
+    ],
+    ids=str,
+)
 def test_logits_of_the_head(tmp_path: Path, opens: Open, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     """Those of drafts too, which continue from the hidden states of the head."""
     model = write_mtp_model(tmp_path / "model", seed=3, **changes)
@@ -372,7 +381,7 @@ def test_refusals(tmp_path: Path, edit: Callable[[Path], None], error: type[Exce
 
 
 def test_refusals_of_other_models_engines_and_sessions(opens: Open, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"draft: expected .*\(qwen3_5_text, qwen3_5\) for 'mtp', got llama"):
+    with pytest.raises(CheckpointError, match=r"draft: expected .*\(qwen3_next, qwen3_5_text, .*\) for 'mtp', got llama"):
         InferenceSession.from_model("examples/tiny-llama", engine="numpy", draft="mtp")
     with pytest.raises(ConfigError, match=r"draft: expected ngram.* with engine='tensorrt', got 'mtp'"):
         opens("mtp", engine="tensorrt")
@@ -412,6 +421,14 @@ def test_a_vision_model_in_shards(tmp_path: Path, opens: Open, folder: Path) -> 
     assert of_text.statistics.draft_tokens == of_vision.statistics.draft_tokens
 
 
-def test_a_model_with_experts_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"for 'mtp', got qwen3_5_moe_text"):
-        Checkpoint.open_mtp_head(GOLDEN / "qwen3_5_moe")
+def test_tokens_of_a_model_with_experts_are_those_without_drafts(tmp_path: Path, opens: Open) -> None:
+    model = write_mtp_model(tmp_path / "model", family="qwen3_5_moe", seed=5)
+    expected = by_prompt(opens(None, model).generate(PROMPTS, params(temperature=0.7)))
+    session = opens("mtp", model)
+    assert by_prompt(session.generate(PROMPTS, params(temperature=0.7))) == expected
+    assert session.statistics.draft_tokens
+
+
+def test_a_family_without_a_head_that_is_read_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"for 'mtp', got nemotron_h"):
+        Checkpoint.open_mtp_head(GOLDEN / "nemotron_h-experts")

@@ -1,6 +1,7 @@
-"""``choose_attention``: the variant of attention of a build, by rules with reasons. ``docs/attention_table.py`` prints them.
+"""``choose_attention``: the variant of attention of a build, by rules with reasons.
 
 The first rule that applies lists the variants in the order in which ``auto`` tries them. A variant with an obstacle is left out.
+``docs/attention_table.py`` writes the rules into docs/engines.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m trt_kvcache.doctor``: the same as ``trt-kvcache doctor``, with the standard library alone."""
+"""``python -m trt_kvcache.doctor``: the same as ``trt-kvcache doctor``, without the libraries of the command line."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Rows of K and V that are not live: whatever they hold, logits must not change."""
+"""Rows of K and V that are not live: finite values in them must not change logits. NaN may, with ``native`` and ``mask`` only."""
 
 from __future__ import annotations
 

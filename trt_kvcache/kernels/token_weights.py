@@ -14,8 +14,8 @@ with rounding to nearest, which every CPU and GPU computes alike (``plugins/samp
    tokens with a sum of at least ``ceil(p * total)``, where p is a multiple of ``2**-53``, rounded up. Min-p then keeps weights of at least
    ``ceil(p * 2**33)``.
 
-Rounding the class changes a weight by a factor of at most ``1 + 6e-6``. The weight is then rounded down, so a token that is ``2**33`` times
-less likely than the most likely one is never chosen.
+Rounding the class changes a weight by a factor of at most ``1 + 6e-6``. The weight is then rounded down: below ``2**-33`` of the
+largest it is 0, so the token is never chosen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``plan_chunks``: cut prompts of different lengths into enqueues. A pure function over lengths.
 
 A cache update of padded width ``c`` writes ``c`` rows for every slot of the enqueue, so ``length + c <= S`` must hold for all of
-them. The rows after a slot's own new tokens are padding; they are overwritten before they are read.
+them. The rows after a slot's own new tokens are padding; they are overwritten before they become live.
 
 Engines that compile, tune or capture each shape get few widths: buckets. A long prompt runs in several chunks whose widths are buckets, all
 filled but the last. The last chunk is padded if at most one row in eight is padding then, since each further enqueue reads all weights

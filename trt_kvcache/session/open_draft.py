@@ -1,4 +1,4 @@
-"""``with_draft``: add the drafter that ``draft=`` names to the parts of a session: prompt lookup, a head or a small model, opened here."""
+"""``with_draft``: add the drafter that ``draft=`` names to the parts of a session. A small model or a draft head is opened here."""
 
 from __future__ import annotations
 

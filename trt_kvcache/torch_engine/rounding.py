@@ -1,4 +1,4 @@
-"""Rounding rows to the nearest multiples of a scale on a device of torch: the twin of ``trt_kvcache/checkpoint/quantized/rounding.py``."""
+"""Rounding rows to the nearest multiples of a scale on a device of torch, as ``trt_kvcache/checkpoint/quantized/rounding.py`` does."""
 
 from __future__ import annotations
 

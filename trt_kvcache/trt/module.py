@@ -1,6 +1,7 @@
 """The one place that imports TensorRT: full TensorRT or TensorRT for RTX, and neither before it is needed.
 
-Both have the same network API. Full TensorRT needs a GPU to build an engine; TensorRT for RTX builds on any machine.
+Both have the same network API, but only that of full TensorRT adds plugin layers. Full TensorRT needs a GPU to build an engine; TensorRT
+for RTX builds on any machine.
 """
 
 import importlib

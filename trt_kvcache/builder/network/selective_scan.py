@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 in matrix products: exact within chunks of tokens, and from chunk to chunk by states.
+"""The scan of Mamba-2 in matrix products: between the tokens of a chunk directly, and from chunk to chunk by states.
 
 With ``l`` the logarithm of the decay of a token, token ``i`` sees token ``j <= i`` of its chunk with the weight
 ``exp(l[j + 1] + ... + l[i])``, and the state before the chunk with ``exp(l[0] + ... + l[i])``: "state space duality" (Dao and Gu, 2024). A

@@ -1,4 +1,4 @@
-"""GGUF: blocks of 32 inputs, a scale and then the quantized values, as llama.cpp writes them."""
+"""Q8_0, Q4_0 and MXFP4 of GGUF: blocks of 32 inputs, a scale and then the quantized values, as llama.cpp writes them."""
 
 from __future__ import annotations
 

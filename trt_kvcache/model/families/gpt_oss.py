@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, a sliding window in every other layer, and experts with biases and clamped SwiGLU in all of them."""
+"""gpt-oss: attention sinks, a sliding window in every other layer, and in all layers experts with biases and clamped SwiGLU."""
 
 from __future__ import annotations
 

@@ -20,6 +20,11 @@ def read(fields: ConfigFields) -> ModelConfig:
     return qwen3_5_text.read_hybrid(fields, "qwen3_5_moe_text", [experts] * num_layers(fields))
 
 
+def read_mtp(fields: ConfigFields) -> ModelConfig:
+    """Return the MTP head: a model of one attention layer, with experts."""
+    return qwen3_5_text.mtp_head(fields, read)
+
+
 FAMILY = Family(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
@@ -32,6 +37,7 @@ FAMILY = Family(
         "num_experts_per_tok": 8,
     },
     read=read,
+    read_mtp=read_mtp,
     names=qwen3_5_text.FAMILY.names,
     stacked=STACKED_EXPERTS,
     head_by_head=qwen3_5_text.FAMILY.head_by_head,

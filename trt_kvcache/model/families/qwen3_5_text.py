@@ -1,13 +1,12 @@
 """Qwen3.5, text decoder: Qwen3-Next without experts, with other names of the gated delta net's projections."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import qwen3_next
 from trt_kvcache.model.families.expert_fields import Mlp
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
-from trt_kvcache.model.families.fields import FULL, IMAGE_AXES, mlp, num_layers
+from trt_kvcache.model.families.fields import IMAGE_AXES, mlp, num_layers
 from trt_kvcache.model.model_config import ModelConfig
 
 
@@ -27,14 +26,14 @@ def read_hybrid(fields: ConfigFields, family: str, of_layers: Sequence[Mlp]) -> 
 
 def read_mtp(fields: ConfigFields) -> ModelConfig:
     """Return the MTP head: a model of one attention layer."""
-    # As in vLLM (vllm/model_executor/models/qwen3_5_mtp.py) and SGLang (python/sglang/srt/models/qwen3_5_mtp.py): `mtp.fc` of the norm of
-    # the embedding, first, and of the norm of the hidden state after the final norm of the model; all norms with 1 + weight.
-    if fields.count("mtp_num_hidden_layers", 1) != 1:
-        raise fields.refusal("mtp_num_hidden_layers", "1, an MTP head of one layer")
+    return mtp_head(fields, read)
+
+
+def mtp_head(fields: ConfigFields, read_model: Callable[[ConfigFields], ModelConfig]) -> ModelConfig:
+    """Return the MTP head of a model with or without experts."""
     if fields.flag("mtp_use_dedicated_embeddings", False):
         raise fields.refusal("mtp_use_dedicated_embeddings", "false")
-    head = read(ConfigFields({**fields.data, "num_hidden_layers": 1, "layer_types": [FULL]}))
-    return replace(head, merge_norm=head.final_norm)
+    return qwen3_next.mtp_head(fields, read_model, "mtp_num_hidden_layers")
 
 
 FAMILY = Family(

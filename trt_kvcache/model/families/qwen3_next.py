@@ -1,6 +1,7 @@
-"""Qwen3-Next: gated delta nets in most layers, attention with an output gate in the others. Experts have a gated shared one."""
+"""Qwen3-Next: gated delta nets in most layers, attention with an output gate in the others. Beside the experts is a gated shared one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.expert_fields import NUM_EXPERTS, Mlp, mlps, num_experts, router, sparse_layers
@@ -72,6 +73,22 @@ def read_hybrid(fields: ConfigFields, family: str, of_layers: Sequence[Mlp], *, 
     return model(fields, family, layers, final_norm=norms)
 
 
+def read_mtp(fields: ConfigFields) -> ModelConfig:
+    """Return the MTP head: a model of one attention layer, with experts."""
+    return mtp_head(fields, read, "num_nextn_predict_layers")
+
+
+def mtp_head(fields: ConfigFields, read_model: Callable[[ConfigFields], ModelConfig], count_field: str) -> ModelConfig:
+    """Return an MTP head of one attention layer, whose MLP is that of the first layer of the model."""
+    # As in vLLM (qwen3_next_mtp.py and qwen3_5_mtp.py in vllm/model_executor/models) and SGLang (python/sglang/srt/models/qwen3_5_mtp.py):
+    # `mtp.fc` of the norm of the embedding, first, and of the norm of the hidden state after the final norm of the model; all norms with
+    # 1 + weight.
+    if fields.count(count_field, 1) != 1:
+        raise fields.refusal(count_field, "1, an MTP head of one layer")
+    head = read_model(ConfigFields({**fields.data, "num_hidden_layers": 1, "layer_types": [FULL]}))
+    return replace(head, merge_norm=head.final_norm)
+
+
 def _delta_net(fields: ConfigFields) -> GatedDeltaNetConfig:
     """Return the gated delta net of all layers."""
     silu_convolution(fields)
@@ -105,6 +122,7 @@ FAMILY = Family(
         **EXPERT_DEFAULTS,
     },
     read=read,
+    read_mtp=read_mtp,
     names={
         **LLAMA_NAMES,
         **EXPERT_NAMES,

@@ -4,7 +4,8 @@
 - It opens ``libtensorrt_rtx.so`` when it adds a plugin layer, and a miss ends the process (``std::terminate``). The wheel has
   ``libtensorrt_rtx.so.1`` only. Neither a symbolic link that is opened by its path, nor a search path that is set in this process, makes
   the loader find the other name. A library of that name does, which is loaded before and needs the real one: see ``stub_library``.
-  On Windows it opens ``tensorrt_rtx_1_7.dll``, the name of the file in the wheel: read in the parser, never tried.
+  On Windows it opens ``tensorrt_rtx_1_7.dll``, the name of the file in the wheel. The name was found in the parser's
+  file, and was never tried on Windows.
 - It finds plugins by creators of the class ``IPluginCreatorV3One`` in the registry, and warns of fields that a node does not have.
 - It checks plugins as it parses, by the shapes and dtypes of their inputs. Those are placeholders until ``set_input`` gives the layer its
   real tensors. A placeholder cannot be a network input: removing one breaks shape inference.

@@ -1,6 +1,7 @@
-"""Plugin libraries: shared libraries of TensorRT with creators of this package's plugins, in place of those in Python.
+"""Plugin libraries: shared libraries that TensorRT loads, with creators of this package's plugins in place of those in Python.
 
-A library stays loaded until the process ends: TensorRT for RTX unloads one with ``deregister_library``, and keeps its creators.
+A library stays loaded until the process ends. ``deregister_library`` is never called: with it TensorRT for RTX would unload the
+library, but keep the creators in it.
 """
 
 from __future__ import annotations
