@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -108,6 +109,7 @@ def measured(model: RandomModel, memory: Any, clients: int, options: argparse.Na
         "over_session": ratio,
     }
     if "transformers" in options.sides:
+        row["transformers_version"] = version("transformers")
         row["transformers"] = summary(run_transformers(model, loads, count)[-1], count)
     return row
 

@@ -583,6 +583,7 @@ _FILES = {
     "sampling_gpu": _sampling_gpu,
     "serving": _serving,
     "serving_load": _serving_load,
+    "serving_load_transformers": _serving_load,
     "server_attacks": _server_attacks,
     "drafts": _drafts,
     "drafts_host": _drafts,

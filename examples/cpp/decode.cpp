@@ -189,14 +189,11 @@ private:
             check(!tensor.is_input || updated.count(tensor.name), "finding values for the input " + tensor.name);
     }
 
-    // V of all plugin layers has one buffer: a layer's V depends on the attention of the layer before, which by then has
-    // read its own.
+    // V of each plugin layer has memory of its own: TensorRT may write an output that nobody reads late.
     void bind_v_outputs(int64_t longest) {
-        size_t nbytes = 0;
-        for (std::string const& name : config_.v_outputs) nbytes = std::max(nbytes, nbytes_in_step(name, longest));
-        void* const buffer = nbytes ? allocate("v_outputs", nbytes) : nullptr;
         for (std::string const& name : config_.v_outputs) {
-            for (size_t i = 0; i < contexts_.size(); i++) set_address(i, name, buffer);
+            void* const v = allocate(name, nbytes_in_step(name, longest));
+            for (size_t i = 0; i < contexts_.size(); i++) set_address(i, name, v);
         }
     }
 

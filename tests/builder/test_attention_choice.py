@@ -185,12 +185,15 @@ def test_a_model_that_the_kernels_do_not_run(changes: dict[str, Any], options: d
     assert choose(rtx(), with_mixer(MODEL, num_heads=32, num_kv_heads=2), named="plugin").variant == "plugin"
 
 
-def test_a_layer_that_reads_k_and_v_of_another_one_is_not_for_the_plugin() -> None:
+@pytest.mark.parametrize("rope", [None, PARTIAL])
+def test_a_layer_that_reads_k_and_v_of_another_one_has_its_rope_in_plugin_layers(rope: RopeConfig | None) -> None:
     layer = MODEL.layers[0]
     reader = replace(layer, mixer=replace(layer.attention, kv_source_layer=0))
-    model = replace(MODEL, layers=(layer, reader))
+    assert choose(rtx(doctor_passed=True), replace(MODEL, layers=(layer, reader))).variant == "plugin"
+    model = replace(MODEL, layers=(layer, replace(reader, mixer=replace(reader.attention, rope=rope))))
     assert choose(rtx(doctor_passed=True), model).variant == "native"
-    with raises(ConfigError, "attention", "native or mask", "plugin: layers[1].mixer.kv_source_layer = 0"):
+    message = "plugin: layers[1].mixer.kv_source_layer = 0, whose RoPE is another, and each plugin layer rotates the keys it reads"
+    with raises(ConfigError, "attention", "native or mask", message):
         choose(rtx(), model, named="plugin")
 
 

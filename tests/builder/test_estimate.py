@@ -65,11 +65,11 @@ def test_a_plugin_library_is_in_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_logits_per_slot", [1, 4])
-def test_the_buffer_of_v_outputs_is_counted(tmp_path: Path, max_logits_per_slot: int) -> None:
+def test_the_memory_of_v_outputs_is_counted(tmp_path: Path, max_logits_per_slot: int) -> None:
     model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=3)
     options: dict[str, Any] = {**SIZES, "max_prefill_length": 11, "flavour": "tensorrt", "max_logits_per_slot": max_logits_per_slot}
     plain, marked = (estimate_build(model, **options, v_outputs=one).activations_nbytes for one in (False, True))
-    assert marked - plain == 3 * 11 * 2 * 64 * 2  # slots, new tokens, heads, elements, bytes: of one layer
+    assert marked - plain == 3 * (3 * 11 * 2 * 64 * 2)  # layers; slots, new tokens, heads, elements, bytes
 
 
 def test_the_chosen_attention_is_that_of_a_build() -> None:

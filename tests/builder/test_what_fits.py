@@ -7,6 +7,7 @@ import math
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from trt_kvcache.builder.torch_memory import TorchMemory
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import RangeError
 from trt_kvcache.model.tensor_shapes import tensor_shapes
+from trt_kvcache.trt.module import TensorRT
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,27 @@ def test_the_next_token_and_the_next_slot_do_not_fit(model: Path) -> None:
         assert nbytes(2, fit.longest_sequence) <= budget < nbytes(2, fit.longest_sequence + 1)
         assert nbytes(fit.largest_batch, 300) <= budget < nbytes(fit.largest_batch + 1, 300)
         assert fit.weights_nbytes == estimate_build(model, quantize=quantize).weights_nbytes
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_the_installed_tensorrt_decides_about_attention_and_v_outputs(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str | None
+) -> None:
+    """Full TensorRT 10.13 has plugin attention only, and V as outputs: memory that 10.14 needs too, and 10.15 does not."""
+
+    def slots(release: tuple[int, int], budget: int) -> int:
+        full = TensorRT(module=object(), flavour="tensorrt", version=".".join(map(str, release)), log=None)  # type: ignore[arg-type]
+        monkeypatch.setattr("trt_kvcache.builder.what_fits.installed_tensorrt", lambda flavour: full)
+        fits = what_fits(model, budget, max_sequence_length=300)
+        return next(fit.largest_batch for fit in fits if fit.weights == "float16" and fit.kv_dtype == (kv_dtype or "float16"))
+
+    options: dict[str, Any] = {"max_sequence_length": 300, "attention": "plugin", "kv_dtype": kv_dtype}
+    plain, marked = (
+        estimate_build(model, max_batch_size=3, **options, flavour="tensorrt", v_outputs=one).device_nbytes for one in (False, True)
+    )
+    assert [slots((10, minor), marked) for minor in (12, 13, 14, 15)] == [3, 3, 3, 3]
+    assert [slots((10, minor), marked - 1) for minor in (12, 13, 14, 15)] == [3, 2, 2, 3]
+    assert [slots((10, minor), plain) for minor in (12, 13, 14, 15)] == [3, 2, 2, 3]
 
 
 def test_k_and_v_in_8_bits_count_their_scales(model: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.eagle3 import write_head
 from trt_kvcache.cli import generate as generate_module
 from trt_kvcache.cli.console import size
 from trt_kvcache.generation.request import GeneratedToken
@@ -407,6 +408,18 @@ def test_drafts_change_no_text_and_are_counted(run: Run):
     assert counts["decode_steps"] == expected["statistics"]["decode_steps"] - counts["accepted_tokens"]
     assert f", {counts['accepted_tokens']} of {counts['draft_tokens']} draft tokens accepted; cache " in done.err
     assert "draft" not in plain.err
+
+
+def test_drafts_of_an_eagle3_head(run: Run, tmp_path: Path):
+    """One of random weights, few of whose drafts are accepted; `bench` takes it too."""
+    head = write_head(tmp_path / "head", SHIPPED, tokens=range(200), eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    plain = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "-n", 30, "--ignore-eos", "--json")
+    done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "-n", 30, "--ignore-eos", "--json", "--draft", head)
+    found = json.loads(done.out)
+    assert found["answers"] == json.loads(plain.out)["answers"]
+    assert found["statistics"]["draft_tokens"] > 0
+    [row] = json.loads(run("bench", SHIPPED, *REFERENCE, "--runs", 2, "-p", 0, "-n", 30, "--json", "--draft", head).out)["rows"]
+    assert row["draft_tokens"] > 0
 
 
 def test_a_draft_model_that_is_not_there_fails(run: Run):

@@ -31,7 +31,7 @@ CASES = {
     "one token of some slots": Case(24, 1, slots=4, new=(1, 0, 3, -1), bias=True, silu=True, in_place=False),
     "Mamba-2": Case(72, 21, slots=3, new=(21, 0, 2), bias=True, silu=True, dtypes=("bfloat16", "float32")),
     "Qwen3-Next": Case(40, 17, slots=2, silu=True, dtypes=("bfloat16", "bfloat16"), rows=64),
-    "LFM2": Case(48, 18, kernel=3, slots=3, new=(18, 1, 16), gates=True, dtypes=("bfloat16", "bfloat16"), in_place=False),
+    "LFM2": Case(48, 18, kernel=3, slots=4, new=(18, 1, 16, 0), gates=True, dtypes=("bfloat16", "bfloat16"), in_place=False),
     "LFM2, a step": Case(48, 1, kernel=3, slots=3, bias=True, gates=True),
     "a step of some slots, gated": Case(24, 1, slots=3, new=(1, 0, 1), gates=True, in_place=False, dtypes=("bfloat16", "float32")),
     "a step of two inputs": Case(16, 1, kernel=2, slots=2, new=(1, 0), silu=True, dtypes=("float32", "float32")),

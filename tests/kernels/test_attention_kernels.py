@@ -76,6 +76,14 @@ def test_prefill(memory, stream, name, variant, monkeypatch):
     check(case, memory, stream)
 
 
+@needs_standin
+def test_parts_that_several_lanes_put_together(memory, stream, monkeypatch):
+    monkeypatch.setattr(memory, "multiprocessor_count", 12)  # eleven tiles of keys, in a block each
+    monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.decode_plan", lambda *_: None)
+    monkeypatch.setattr("trt_kvcache.kernels.attention_kernels.prefill_plan", lambda params: plan_of(params, "16"))
+    check(PREFILL_CASES["some keys for each part"], memory, stream)
+
+
 @pytest.mark.parametrize(("seed", "multiprocessors"), each_once(range(20), [2, 6]))
 def test_random_prefill(memory, stream, seed, multiprocessors, monkeypatch):
     monkeypatch.setattr(memory, "multiprocessor_count", multiprocessors, raising=False)

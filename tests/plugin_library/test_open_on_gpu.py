@@ -7,11 +7,9 @@ import sys
 import pytest
 
 from tests.helpers.models import write_model
+from tests.helpers.rtx_gpu import need_rtx_gpu
 from tests.paths import ROOT
 from tests.plugin_library.build import build_library, embed_kernels, need_cmake
-from trt_kvcache.builder.resolved_options import known_compute_capabilities
-from trt_kvcache.kernels.attention_tiles import arch_number
-from trt_kvcache.trt.module import load
 
 need_cmake()
 pytestmark = [pytest.mark.gpu, pytest.mark.trt]
@@ -44,10 +42,7 @@ def in_a_process(program, *arguments):
 @pytest.fixture(autouse=True)
 def taken(memory):
     """Leave out GPUs that TensorRT for RTX does not take."""
-    pytest.importorskip("tensorrt_rtx")
-    capability = f"{arch_number(memory.arch) // 10}.{arch_number(memory.arch) % 10}"
-    if capability not in known_compute_capabilities(load("tensorrt_rtx")):
-        pytest.skip(f"TensorRT for RTX does not take GPUs of compute capability {capability}")
+    need_rtx_gpu(memory)
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.engines import alone, answers, request, run, running, source
+from tests.helpers.eagle3 import write_head
+from tests.server.engines import MODEL, alone, answers, request, run, running, source
 from tests.server.guidance.grammars import guided
 from tests.server.needs_libraries import need_libraries
 from trt_kvcache import AsyncSession
@@ -58,6 +60,20 @@ def test_a_grammar_goes_on_after_each_accepted_token(grammar: dict[str, Any], mo
     assert found == plain
     assert any(plans)
     assert found[0]["finish_reason"] == "stop"
+
+
+def test_an_eagle3_head(tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", MODEL, tokens=range(200), eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    wanted = [request([*REPEATS, last], 40, temperature=0.9, seed=last) for last in range(5)]
+
+    async def main() -> Any:
+        async with running(2, draft=head) as engine:
+            found = await asyncio.gather(*(answers(engine, one) for one in wanted))
+            return found, (await engine.stats()).session
+
+    found, counts = run(main)
+    assert [(answer["token_ids"], answer["text"]) for [answer] in found] == [alone(one) for one in wanted]
+    assert counts.draft_tokens > 0
 
 
 def test_metrics_have_the_draft_tokens() -> None:

@@ -13,9 +13,18 @@ from tests.helpers.sessions import Pace, alone, continuation, damage_logits, mak
 from tests.paths import ROOT
 from trt_kvcache import AsyncSession, SamplingParams
 from trt_kvcache.errors import CapacityError, ClosedError, EngineError, ProcessorError, RangeError
+from trt_kvcache.session import session_thread
 from trt_kvcache.session.session_source import SessionSource
+from trt_kvcache.session.session_thread import SessionThread
 
 PROMPTS = [[index % 7, *range(index % 5)] for index in range(24)]
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def place(request, monkeypatch):
+    """Tokens are delivered after their step, or while the host waits for the next one."""
+    monkeypatch.setattr(session_thread, "_waits_for_a_device", lambda session: request.param == "device")
+    return request.param
 
 
 def run(main):
@@ -123,6 +132,29 @@ def test_tokens_come_as_they_are_made():
             assert [event.index for event in request.events] == [request.handle.index] * 6
 
     run(main)
+
+
+def test_tokens_of_a_device_are_delivered_when_the_next_step_is_enqueued(place, monkeypatch):
+    session, happened = make(slots=1), []
+    enqueue, call_in_loop = session.engine.enqueue, SessionThread._call_in_loop
+
+    def noted(self, function, *arguments):
+        if function is session_thread._call_all:
+            happened.append("deliver")
+        call_in_loop(self, function, *arguments)
+
+    monkeypatch.setattr(session.engine, "enqueue", lambda stream: happened.append("enqueue") or enqueue(stream))
+    monkeypatch.setattr(SessionThread, "_call_in_loop", noted)
+
+    async def main():
+        async with AsyncSession(session) as served:
+            await (await served.submit([1, 2], max_new_tokens=4)).wait()
+
+    run(main)
+    if place == "host":
+        assert happened == ["enqueue", "deliver"] * 4
+    else:
+        assert happened == ["enqueue", *["enqueue", "deliver"] * 3, "deliver"]
 
 
 def test_other_tasks_run_meanwhile():

@@ -9,7 +9,7 @@ from hypothesis import example, given, strategies as st
 
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import LayoutError
-from trt_kvcache.session.chunks import Chunk, bucket_widths, coarse_widths, plan_chunks
+from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
 
 
 def anywhere(slot: int) -> bool:
@@ -232,9 +232,6 @@ class TestBuckets:
         assert self.widths(100, pads=True) == [128]
         assert self.widths(512 + 65, pads=True) == [512, 128]
         assert self.widths(100, pads=True, length=20, limit=130) == [64, 32, 4]
-
-    def test_coarse_widths_double(self):
-        assert coarse_widths([*range(1, 9), *range(12, 1025, 4)]) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024]
 
     @pytest.mark.parametrize("max_width", [512, 300, 64])
     def test_at_most_one_row_in_eight_is_padding(self, max_width):

@@ -36,7 +36,7 @@ def open_session(
     *, on_device: bool = False, reuse: int = 0, tokenizer: Any = None, buckets: bool = False, **options: Any
 ) -> InferenceSession:
     session = with_every_logit(**options, tokenizer=tokenizer, identity=lambda: ModelIdentity(fingerprint="recorded"))
-    session.engine.bucketed_widths = buckets  # type: ignore[attr-defined]
+    session.engine.width_buckets = [1, 2, 4, 5] if buckets else ()  # type: ignore[attr-defined]
     session._prompt_cache = session._batch._prompt_cache = PromptCache(session.cache, max_bytes=reuse)
     return ahead(session) if on_device else session
 

@@ -217,7 +217,7 @@ def test_what_cannot_draft_is_refused_and_leaves_nothing_open(
     with pytest.raises(kind) as error:
         opens(draft)
     assert text in str(error.value)
-    assert made
+    assert made or kind is CheckpointError  # a folder that is not there is noticed before the large model is opened
     assert all(memory.live_nbytes == 0 for memory in made)
 
 

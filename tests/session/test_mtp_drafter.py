@@ -26,7 +26,7 @@ from tests.session.reference_sessions import OPTIONS, fails
 from trt_kvcache import Checkpoint, DraftedSequence, InferenceSession, SamplingParams
 from trt_kvcache.errors import CheckpointError, ConfigError
 from trt_kvcache.generation.drafting import Drafting
-from trt_kvcache.session.mtp_drafter import MtpDrafter
+from trt_kvcache.session.head_drafter import HeadDrafter
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 9], [8], [9, 10, 11, 12, 13], [3, 4], [20, 21, 22]]
 VOCAB = 79
@@ -76,9 +76,9 @@ class Watched:
         return drafts
 
 
-def drafter_of(session: InferenceSession) -> MtpDrafter:
+def drafter_of(session: InferenceSession) -> HeadDrafter:
     drafter = session._drafter
-    assert isinstance(drafter, MtpDrafter)
+    assert isinstance(drafter, HeadDrafter)
     return drafter
 
 
@@ -241,10 +241,14 @@ def test_the_tokens_are_those_without_drafts(opens: Open, options: dict[str, Any
     ],
 )
 def test_random_programs(opens: Open, folder: Path, ring: Path, model: str, seed: int) -> None:
-    """Conversations, queues with cancels and steps that fail, iterators that are left, prefix caches."""
-    place, random = (folder if model == "folder" else ring), Random(seed)
+    random_program(opens, folder if model == "folder" else ring, "mtp", seed)
+
+
+def random_program(opens: Open, place: Path, draft: str | Path, seed: int) -> None:
+    """Conversations, queues with cancels and steps that fail, iterators that are left, prefix caches: with drafts as without."""
+    random = Random(seed)
     options = {"prompt_cache_bytes": 1 << 20 if seed % 2 else 0, "max_batch_size": 2}
-    plain, session = opens(None, place, **options), opens("mtp", place, **options)
+    plain, session = opens(None, place, **options), opens(draft, place, **options)
     if seed % 3 == 2:
         ahead(session)
     for _ in range(8):

@@ -155,11 +155,11 @@ class TestChunkedPrefill:
             make(prefill_chunk=chunk)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 5), st.booleans())
-def test_chunks_of_prompts_change_no_token(seed, chunk, buckets):
+@given(st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([(), [1, 2, 4], [1, 2, 3, 4]]), st.sampled_from([(), [1, 4]]))
+def test_chunks_of_prompts_change_no_token(seed, chunk, buckets, coarse):
     random = np.random.default_rng(seed)
     session = make(slots=3, prefill_chunk=chunk)
-    session.engine.bucketed_widths = buckets
+    session.engine.width_buckets, session.engine.coarse_width_buckets = buckets, coarse
     asked = [(random.integers(0, 3, random.integers(1, S + 1)), random_params(random)) for _ in range(8)]
     handles = []
     for prompt, params in asked:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.recording import VOCAB, Journal, RecordingCache, RecordingEngine, RecordingMemory, kv_config, logits_after
+from trt_kvcache.engine.decoder_profiles import decoder_profiles
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import BindingError, LayoutError
 from trt_kvcache.session.chunks import Chunk
@@ -129,3 +130,31 @@ def test_close_releases_its_memory(made):
     steps.close()
     steps.close()
     assert cache.memory.live_nbytes < live
+
+
+class TestBuckets:
+    def widths(self, *counts, limit=None, buckets=(1, 2, 3, 4, 6, 8), coarse=(1, 4, 8)):
+        memory, kv = RecordingMemory(Journal()), kv_config(slots=3, limit=200)
+        profiles = decoder_profiles(max_batch_size=3, max_prefill_length=buckets[-1])
+        engine = RecordingEngine(kv, memory, profiles=profiles)
+        engine.width_buckets, engine.coarse_width_buckets = buckets, coarse
+        chunks = Runner(engine, RecordingCache(kv, memory=memory)).chunks([0] * len(counts), prompts(*counts), limit=limit)
+        return [chunk.width for chunk in chunks]
+
+    def test_a_prompt_alone_has_all_buckets(self):
+        assert self.widths(3) == [3]
+        assert self.widths(5) == [6]
+
+    def test_a_prompt_next_to_decodes_has_the_coarse_ones(self):
+        assert self.widths(3, limit=6) == [4]
+        assert self.widths(5, limit=8) == [8]
+        assert self.widths(9, limit=4) == [4, 4, 1]
+
+    def test_or_all_in_an_engine_without_coarse_ones(self):
+        assert self.widths(3, limit=6, coarse=()) == [3]
+        assert self.widths(5, limit=8, coarse=()) == [6]
+
+    def test_the_last_chunk_is_padded_to_a_coarse_one_however_much_that_is(self):
+        buckets = (1, 2, 4, 64, 128)
+        assert self.widths(70, limit=128, buckets=buckets, coarse=buckets) == [128]
+        assert self.widths(70, limit=128, buckets=buckets, coarse=()) == [64, 4, 2]

@@ -456,7 +456,7 @@ MISTAKES = {
         "if (shares > 1) state.join_lanes",
         "if (shares > 8) state.join_lanes",
         "none",
-        PREFILL,
+        f"{ATTENTION}.py::test_parts_that_several_lanes_put_together",
         "error <=",
     ),
     "rows that are packed with the unit of one lane": (
@@ -743,7 +743,7 @@ MISTAKES = {
         MAMBA2_TESTS,
         RACE,
     ),
-    "a tile that is not waited for": (MAMBA2, "cp_async_wait_group<1>();", "", "none", MAMBA2_TESTS, "not finite"),
+    "a tile that is not waited for": (MAMBA2, "cp_async_wait_group<1>();", "", "none", MAMBA2_TESTS, "ended without waiting"),
     "outputs before they are there": (
         MAMBA2,
         "        __syncthreads();\n        for (int i = thread;",

@@ -22,7 +22,7 @@ from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice  # noqa: E402
 from tests.torch_engine.test_families import FAMILIES  # noqa: E402
 from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams  # noqa: E402
 from trt_kvcache.torch_engine import engine  # noqa: E402
-from trt_kvcache.torch_engine.step_widths import MAX_CAPTURED_WIDTH, STEP_WIDTHS  # noqa: E402
+from trt_kvcache.torch_engine.step_widths import COARSE_WIDTHS, MAX_CAPTURED_WIDTH, STEP_WIDTHS  # noqa: E402
 
 S, WIDTH = 48, 22
 BUCKETS = {*range(1, 9), 12, 16, 17, WIDTH}
@@ -247,7 +247,8 @@ def test_a_cache_that_was_closed_is_not_kept_alive(cuda, monkeypatch):
 
 def test_padding_of_a_width_is_at_most_one_row_in_nine_where_it_costs_time():
     assert list(STEP_WIDTHS) == sorted(set(STEP_WIDTHS))
-    assert MAX_CAPTURED_WIDTH == STEP_WIDTHS[-1] == 1024
+    assert MAX_CAPTURED_WIDTH == STEP_WIDTHS[-1] == COARSE_WIDTHS[-1] == 1024
+    assert list(COARSE_WIDTHS) == sorted(set(COARSE_WIDTHS) & set(STEP_WIDTHS))
     for count in range(1, 1025):
         width = next(width for width in STEP_WIDTHS if width >= count)
         assert count > 8 or width == count

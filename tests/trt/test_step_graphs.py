@@ -112,11 +112,11 @@ def test_prefills_take_no_graph_of_a_decode_step(decoding):
     decoding.engine.use_profile(0)
     make_ready(decoding.engine, decoding.memory, BATCH, PREFILL)
     for width in range(1, PREFILL + 1):
-        for batch in (2, BATCH):
+        for batch in range(1, BATCH + 1):
             set_shapes(decoding.engine, batch, width)
             decoding.run(RUNS_OF_A_PREFILL + 3)
     closed = [call for call in decoding.closed if call != 1]
-    assert len(closed) == 2 * PREFILL - MAX_PREFILL_GRAPHS == len(decoding.closed)
+    assert 0 < len(closed) == BATCH * PREFILL - MAX_PREFILL_GRAPHS == len(decoding.closed)
     decoding.engine.use_profile(1)
     assert decoding.run(1) == ["graph 1"]
 

@@ -217,7 +217,7 @@ def test_the_plugin_is_registered_before_an_engine_that_has_it_is_read(
 
 
 class TestVOutputs:
-    """V of plugin layers as outputs: the engine binds one buffer to all of them."""
+    """V of plugin layers as outputs: the engine binds memory to each of them."""
 
     NBYTES = BATCH * PREFILL * H * 64 * 2  # of one layer, in the largest enqueue
 
@@ -245,14 +245,30 @@ class TestVOutputs:
             with raises(BindingError, "`v_0`", says="has no such tensor"):
                 engine.bind("v_0", tensor(memory, (BATCH, PREFILL, H, 64), "float16"))
 
-    def test_one_buffer_is_bound_in_every_context(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+    def test_each_has_memory_of_its_own_in_every_context(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
         with TensorRTEngine.open(folder, memory=memory):
-            addresses = {context.addresses[f"v_{layer}"] for context in fake.contexts for layer in range(3)}
-            assert len(fake.contexts) == 2
-            assert len(addresses) == 1
-            assert addresses.pop() % 256 == 0
-            assert memory.live_nbytes == 5000 + self.NBYTES
+            bound = [[context.addresses[f"v_{layer}"] for layer in range(3)] for context in fake.contexts]
+            assert len(bound) == 2
+            assert bound[0] == bound[1]
+            assert bound[0] == [bound[0][0] + layer * self.NBYTES for layer in range(3)]
+            assert bound[0][0] % 256 == self.NBYTES % 256 == 0
+            assert memory.live_nbytes == 5000 + 3 * self.NBYTES
         assert memory.live_nbytes == 0
+
+    def test_the_caller_binds_those_of_a_plan_without_its_folder(
+        self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory
+    ) -> None:
+        """And a session is refused: the aliases of plugin layers are in the folder alone."""
+        with TensorRTEngine.open(PLAN, memory=memory, flavour="tensorrt") as engine:
+            assert [name for name in engine.tensors if name.startswith("v_")] == ["v_0", "v_1", "v_2"]
+            make_ready(engine, memory, width=PREFILL)
+            enqueue(engine)
+            bound = [fake.contexts[0].addresses[f"v_{layer}"] for layer in range(3)]
+            assert bound == [engine._bindings.active.tensors[f"v_{layer}"].ptr for layer in range(3)]
+            cache = KVCacheManager(folder.config.cache, memory=memory)
+            with raises(BindingError, "`present_key_values_0`", says="past_key_values_0"):
+                BindingPlan(engine, cache)
+            cache.close()
 
     def test_steps_neither_bind_nor_allocate(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
         with TensorRTEngine.open(folder, memory=memory) as engine:
@@ -264,7 +280,7 @@ class TestVOutputs:
             assert [call[0] for call in fake.calls] == ["execute_async_v3"] * 2
             assert memory.live_nbytes == nbytes
 
-    def test_graphs_write_into_the_same_buffer(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+    def test_graphs_write_into_the_same_memory(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
         with TensorRTEngine.open(folder, memory=memory) as engine:
             assert Decoding(engine, fake, memory).run(4)[-1] == "graph 1"
             _, working, own = fake.contexts

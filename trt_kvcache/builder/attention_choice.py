@@ -16,7 +16,7 @@ from trt_kvcache.engine.attention_variants import (
     attention_variant,
     why_not_native,
 )
-from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes
+from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes, rope_kind
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
 from trt_kvcache.model import ModelConfig
@@ -120,11 +120,15 @@ def native_defect(target: BuildTarget) -> str | None:
     return f"{target.tensorrt}: {_UNSAFE_WORDS}" if is_unsafe else None
 
 
-def _reads_other_layers(build: AttentionBuild) -> str | None:
-    """Return the first layer that reads K and V of another one: each plugin layer stores the rows that it reads."""
-    for index, layer in zip(build.model.attention_indices, build.model.attention_layers, strict=True):
-        if not layer.stores_kv:
-            return f"layers[{index}].mixer.kv_source_layer = {layer.kv_source_layer}, and each plugin layer stores its own K and V"
+def _rotates_other_keys(build: AttentionBuild) -> str | None:
+    """Return the first layer that would rotate the keys of another one in another way: it appends them to the cache again."""
+    layers = build.model.layers
+    for index, mixer in zip(build.model.attention_indices, build.model.attention_layers, strict=True):
+        source = mixer.kv_source_layer
+        if source is not None and rope_kind(mixer.after_norms) != rope_kind(layers[source].attention.after_norms):
+            return (
+                f"layers[{index}].mixer.kv_source_layer = {source}, whose RoPE is another, and each plugin layer rotates the keys it reads"
+            )
     return None
 
 
@@ -164,7 +168,7 @@ _KERNEL_LIMITS = (
 
 OBSTACLES = (
     _too_old("plugin"),
-    Obstacle(variant="plugin", condition="layers that read K and V of another layer", find=_reads_other_layers),
+    Obstacle(variant="plugin", condition="layers that read K and V of a layer with another RoPE", find=_rotates_other_keys),
     Obstacle(variant="plugin", condition=_KERNEL_LIMITS, find=_not_in_kernels),
     _too_old("native"),
     Obstacle(variant="native", condition=f"full TensorRT 11.0 to 11.2: {_UNSAFE_WORDS}", find=lambda build: native_defect(build.target)),

@@ -21,7 +21,7 @@ from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
-from trt_kvcache.engine_folder.v_outputs import v_buffer_nbytes, v_outputs
+from trt_kvcache.engine_folder.v_outputs import v_output_nbytes, v_outputs
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
@@ -64,7 +64,7 @@ class BuildEstimate:
     activations_nbytes : int
         Activations and logits of the largest enqueue, from the shapes of the network: TensorRT may need more or less. With GQA and native
         attention of TensorRT for RTX, the prefill copies K and V of all rows for each query head: the copies are included. So is the
-        buffer of ``v_outputs``.
+        memory of ``v_outputs``.
     host_peak_nbytes : int
         Most memory of the host during the build.
 
@@ -178,13 +178,13 @@ class PackedModel:
         library = options.plugin_library
         plan = weights.plan_nbytes + kernels + (0 if library is None else library.stat().st_size)
         constants = decoder_constants(model, cache, dtype=computed)
-        v_buffer = v_buffer_nbytes(v_outputs(model, computed), options.profiles) if options.v_outputs else 0
+        v_nbytes = sum(v_output_nbytes(v_outputs(model, computed), options.profiles)) if options.v_outputs else 0
         return BuildEstimate(
             weights_nbytes=weights.nbytes,
             plan_nbytes=plan,
             constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in constants) if segmented else 0,
             cache_nbytes=cache.nbytes,
-            activations_nbytes=_activations_nbytes(model, computed, options) + v_buffer,
+            activations_nbytes=_activations_nbytes(model, computed, options) + v_nbytes,
             host_peak_nbytes=round(weights.peak_of_segments(plan) if segmented else weights.peak_of_one_network())
             + (weights.dense_nbytes // itemsize(computed) * itemsize(model.dtype) if computed != model.dtype else 0),
         )

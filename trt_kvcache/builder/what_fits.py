@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.builder.capable_gpus import have_fp4, with_capable_gpus
-from trt_kvcache.builder.checked_build import installed_tensorrt, open_checkpoint
+from trt_kvcache.builder.checked_build import build_target, installed_tensorrt, open_checkpoint
 from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.builder.resolved_options import COMPUTED_FEATURES, ResolvedOptions, check_capabilities
@@ -78,9 +79,10 @@ def what_fits(
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
-    With TensorRT a session takes the GPU memory of plan, constants, activations and cache: see :func:`~trt_kvcache.estimate_build`. If
-    TensorRT does not build the model, for example one with experts, the estimate is of a session with the PyTorch engine on compute
-    capability 8.0 or newer: weights, activations, CUDA graphs and cache. Memory of the driver, of TensorRT and of PyTorch is not counted.
+    With TensorRT a session takes the GPU memory of plan, constants, activations and cache: see :func:`~trt_kvcache.estimate_build`. As for
+    a build, attention and ``v_outputs`` depend on the TensorRT that is installed, if any, and on its GPU. If TensorRT does not build the
+    model, for example one with experts, the estimate is of a session with the PyTorch engine on compute capability 8.0 or newer: weights,
+    activations, CUDA graphs and cache. Memory of the driver, of TensorRT and of PyTorch is not counted.
 
     Parameters
     ----------
@@ -121,7 +123,7 @@ def what_fits(
     """
     budget = int_in_range("nbytes", nbytes, 0)
     options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities)
-    tensorrt = None if compute_capabilities is None else installed_tensorrt(options.flavour)
+    tensorrt = installed_tensorrt(options.flavour)
     if tensorrt is not None:
         check_capabilities(options, tensorrt)
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
@@ -136,10 +138,11 @@ def what_fits(
         return _fits_in_torch(in_torch, format_, (None, KV_BY_TOKEN, *static), budget, slots=max_batch_size, length=length, dtype=dtype)
     roundings = () if source.packed else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
     rounded = ((one, source.rounded(one)) for one in roundings)
+    target = None if tensorrt is None else build_target(tensorrt, options)
     sources = [(format_, source), *((one, packed) for one, packed in rounded if _exists(packed, options, tensorrt))]
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     fits = (
-        _fit(source, weights, quantized, budget, slots=max_batch_size, length=length, options=options)
+        _fit(source, weights, quantized, budget, slots=max_batch_size, length=length, options=options, target=target)
         for weights, source in sources
         for quantized in (None, KV_BY_TOKEN, *static)
     )
@@ -147,7 +150,15 @@ def what_fits(
 
 
 def _fit(
-    source: PackedModel, weights: str, quantized: QuantizedKV | None, budget: int, *, slots: int, length: int, options: BuildOptions
+    source: PackedModel,
+    weights: str,
+    quantized: QuantizedKV | None,
+    budget: int,
+    *,
+    slots: int,
+    length: int,
+    options: BuildOptions,
+    target: BuildTarget | None,
 ) -> Fit | None:
     """Return the lengths and slots that fit with one format of weights, and one of K and V; None if plugin attention lacks the model."""
     model = source.model
@@ -155,7 +166,7 @@ def _fit(
     def estimate(batch: int, tokens: int) -> BuildEstimate:
         attention = AUTO if quantized is None else "plugin"
         asked = replace(options, max_batch_size=batch, max_sequence_length=tokens, attention=attention)
-        resolved = ResolvedOptions.of_model(asked, model)
+        resolved = ResolvedOptions.of_model(asked, model, target)
         return source.estimate(resolved, resolved.cache_for(model, quantized))
 
     def fits(batch: int, tokens: int) -> bool:

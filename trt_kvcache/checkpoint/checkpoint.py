@@ -18,6 +18,7 @@ import numpy.typing as npt
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.checkpoint.adapters.lora_adapter import LoraAdapter
 from trt_kvcache.checkpoint.adapters.merged_weights import check_base, merged_weights, with_untied_head
+from trt_kvcache.checkpoint.eagle3_files import draft_tokens, with_shared_tensors
 from trt_kvcache.checkpoint.gguf.weights import GGUFWeights
 from trt_kvcache.checkpoint.kv_scales import LayerScales, read_kv_scales
 from trt_kvcache.checkpoint.model_files import CONFIG_FILE, ModelFiles
@@ -36,10 +37,11 @@ from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
+from trt_kvcache.model.families.eagle3 import HEAD_FAMILY, TOKEN_OFFSETS, read_eagle3_config
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
 from trt_kvcache.model.families.registry import FAMILIES, read_config, read_mtp_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, looked_up_tensors, tensor_shapes
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, looked_up_tensors, merge_names, tensor_shapes
 from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors, unread_prefixes
 
 # Optional files of a model folder, copied with it.
@@ -91,6 +93,8 @@ class Checkpoint:
         ``"float8_e4m3fn"`` or ``"int8"`` if there are static scales of K and V, see :meth:`kv_scales`; else None.
     adapter : LoraAdapter or None
         The merged adapter.
+    draft_tokens : ndarray (num_logits,) int64, or None
+        Token ids of the logits of an EAGLE-3 head, all different; None where logits are of all token ids.
 
     Examples
     --------
@@ -120,6 +124,7 @@ class Checkpoint:
         self._quantized = quantized or {}
         self._merged = {} if adapter is None else merged_weights(adapter, config, files)
         self._files: Mapping[str, WeightFile] | None = files
+        self.draft_tokens: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def open(
@@ -193,6 +198,54 @@ class Checkpoint:
         return cls._open(Path(path), quantize, None, read_mtp_config, Family.of_mtp_head)
 
     @classmethod
+    def open_eagle3_head(cls, path: str | Path) -> Checkpoint:
+        """Open the folder of an EAGLE-3 head and check it.
+
+        Parameters
+        ----------
+        path : path
+            A folder with ``config.json`` and ``model.safetensors`` (or shards and their index).
+
+        Returns
+        -------
+        Checkpoint
+            A model of one layer: ``midlayer`` is ``model.layers.0``. Its :attr:`ModelConfig.eagle3_input` says whether embedding and
+            head are in the folder; :attr:`draft_tokens` are the token ids of its logits.
+
+        Raises
+        ------
+        CheckpointError
+            The folder has another head, such as one of EAGLE 1 or 2, or a variant of EAGLE-3 that is not supported. Or as for :meth:`open`.
+
+        Warns
+        -----
+        UserWarning
+            As for :meth:`open`.
+        """
+        return cls._open(Path(path), None, None, read_eagle3_config, lambda family: HEAD_FAMILY)
+
+    @staticmethod
+    def read_eagle3_config(path: str | Path) -> ModelConfig:
+        """Return the EAGLE-3 head that ``config.json`` of a folder describes, without opening its weights.
+
+        Parameters
+        ----------
+        path : path
+            The folder.
+
+        Returns
+        -------
+        ModelConfig
+            As if embedding and head were in the folder.
+
+        Raises
+        ------
+        CheckpointError
+            There is no folder, or its ``config.json`` is damaged or not supported.
+        """
+        return _read_config(Path(path), read_eagle3_config)[0]
+
+    @classmethod
     def _open(
         cls,
         folder: Path,
@@ -206,11 +259,14 @@ class Checkpoint:
         config, data, format_, source = _read_config(folder, read)
         family = names_of(FAMILIES[config.family])
         files = split_experts(config, family_names(open_weight_files(folder, family), family, folder), folder)
+        offsets = files.pop(TOKEN_OFFSETS, None) if config.eagle3_input is not None else None
+        config = with_shared_tensors(config, files, folder)
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
             format_ = GGUF((tensor.dtype for tensor in gguf.tensors.values()), gguf.dequantized.values())
-        if not states_dtype(data) and embedding_name(config) in files:
-            config = _with_stored_dtype(config, files[embedding_name(config)])
+        typed = next((name for name in (embedding_name(config), *(merge_names(config) or ())) if name in files), None)
+        if not states_dtype(data) and typed is not None:
+            config = _with_stored_dtype(config, typed, files[typed])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
         _check(config, files, folder, format_, quantized, source.name)
         lora = None if adapter is None else LoraAdapter.open(adapter)
@@ -219,6 +275,7 @@ class Checkpoint:
             config, files = with_untied_head(lora, config, files)
         rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
         checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype, lora)
+        checkpoint.draft_tokens = draft_tokens(config, offsets, folder)
         if source.name == CONFIG_FILE:  # config.json states a dtype; the metadata of GGUF does not
             kept = quantized.keys() | exact_tensors(config)
             converted = [name for name in checkpoint.tensor_names if name not in kept]
@@ -590,12 +647,11 @@ def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
     )
 
 
-def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:
-    embedding = embedding_name(config)
-    stored = file.tensors[embedding].dtype
+def _with_stored_dtype(config: ModelConfig, name: str, file: WeightFile) -> ModelConfig:
+    stored = file.tensors[name].dtype
     if stored not in MODEL_DTYPES:
         raise CheckpointError(
-            f"{file.path}: expected weights in one of {', '.join(MODEL_DTYPES)}, got {embedding} in {stored}. "
+            f"{file.path}: expected weights in one of {', '.join(MODEL_DTYPES)}, got {name} in {stored}. "
             "Convert the checkpoint, or use one that is not quantized."
         )
     return replace(config, dtype=stored)

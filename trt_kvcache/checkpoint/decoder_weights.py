@@ -14,10 +14,16 @@ from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
-from trt_kvcache.model.families.family import MERGE_PROJECTION, MERGED_EMBEDDING_NORM, MERGED_HIDDEN_NORM
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD, PER_LAYER_EMBEDDING, PER_LAYER_NORM, PER_LAYER_PROJECTION, final_norm_bias_name
+from trt_kvcache.model.tensor_shapes import (
+    HEAD,
+    PER_LAYER_EMBEDDING,
+    PER_LAYER_NORM,
+    PER_LAYER_PROJECTION,
+    final_norm_bias_name,
+    merge_names,
+)
 from trt_kvcache.model.weight_parts import WeightPart, exact_tensors, layer_parts
 
 ArrayT = TypeVar("ArrayT")
@@ -136,7 +142,10 @@ class DecoderLayerWeights(Generic[ArrayT]):
 
 @dataclass(frozen=True)
 class MergeWeights(Generic[ArrayT]):
-    """Norms of the two halves of an MTP head's input, and the linear map ``[hidden, 2 * hidden]`` of their concatenation."""
+    """Norms of the embedding and of the hidden state that a draft head reads, and a linear map.
+
+    The map of an MTP head, ``[hidden, 2 * hidden]``, is of the concatenated norms; of an EAGLE-3 head, it is of the concatenated states.
+    """
 
     embedding_norm: ArrayT
     hidden_norm: ArrayT
@@ -186,10 +195,9 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
 
 
 def merge_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> MergeWeights[ArrayT] | None:
-    """Collect the weights of the input of an MTP head; None for a model that reads tokens alone."""
-    if config.merge_norm is None:
-        return None
-    return MergeWeights(tensor(MERGED_EMBEDDING_NORM), tensor(MERGED_HIDDEN_NORM), tensor(MERGE_PROJECTION))
+    """Collect the weights of the input of a draft head; None for a model that reads tokens alone."""
+    names = merge_names(config)
+    return None if names is None else MergeWeights(*map(tensor, names))
 
 
 def per_layer_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> PerLayerWeights[ArrayT] | None:

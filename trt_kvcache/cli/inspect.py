@@ -180,7 +180,7 @@ def _print_sizes(found: EngineInspection) -> None:
     states = 0 if cache.mamba is None else cache.mamba.slot_nbytes
     sizes = {"engine.plan": found.plan_nbytes, **constants, "weights of the checkpoint": found.checkpoint.nbytes}
     if found.v_outputs:
-        sizes["V outputs, one buffer for all"] = found.v_buffer_nbytes
+        sizes["V outputs of all layers"] = found.v_outputs_nbytes
     if cache.kv is not None:
         sizes["K and V of one token"] = memory.bytes_per_token
         sizes[f"K and V of one sequence of {cache.max_sequence_length}"] = memory.bytes_per_sequence - states

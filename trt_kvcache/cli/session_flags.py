@@ -91,7 +91,8 @@ DraftOption = Annotated[
         metavar="ngram|mtp|MODEL",
         help="Speculative decoding: verify several proposed tokens in one step. The answers stay the same. ngram: prompt lookup, for "
         "answers that repeat parts of the prompt. mtp: the multi-token prediction head in a model folder of Qwen3-Next or Qwen3.5. "
-        "MODEL: drafts of a small model with the same tokenizer. An engine folder needs a build with --max-logits-per-slot 17.",
+        "MODEL: drafts of a small model with the same tokenizer, or of an EAGLE-3 head. An engine folder needs a build with "
+        "--max-logits-per-slot 17.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -36,6 +36,7 @@ class BoundEngine(Uncopyable, ABC):
     memory: Memory
     #: See :class:`trt_kvcache.engine.protocol.Engine`.
     width_buckets: Sequence[int] = ()
+    coarse_width_buckets: Sequence[int] = ()
     _bindings: _Bindings
 
     def use_profile(self, index: int) -> None:

@@ -21,7 +21,7 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slo
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.embedding_rows import EmbeddingRows
 from trt_kvcache.engine.names import TensorNames
-from trt_kvcache.engine.step_rows import StepRows
+from trt_kvcache.engine.step_rows import HiddenLayers, StepRows
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -45,7 +45,7 @@ class DecoderEngine(BoundEngine):
         names: TensorNames,
         memory: Memory,
         max_embeddings: int = 0,
-        has_hidden_states: bool = False,
+        hidden_layers: HiddenLayers | None = None,
     ) -> None:
         computed = _computed_dtype(kv, dtype)
         _check_cache(model, kv, computed)
@@ -68,19 +68,22 @@ class DecoderEngine(BoundEngine):
         if capacity and model.per_layer_embedding is not None:
             raise ConfigError(f"max_embeddings: expected 0 for a model with per-layer embeddings, which are of token ids, got {capacity}.")
         self._bindings = DecoderBindings(type(self).__name__, self.tensors, self.profiles, cache=kv, names=names, memory=memory)
-        rows = {"max_tokens": kv.max_batch_size * width, "hidden_size": model.hidden_size}
-        #: Output of the final norm of each token of the last enqueue; None unless it is asked for.
-        self.hidden_states = StepRows(memory, **rows) if has_hidden_states else None
-        #: Hidden state of each token of the next enqueue; None unless the model is an MTP head.
-        self.hidden_inputs = None if model.merge_norm is None else StepRows(memory, **rows)
+        self._hidden_layers: tuple[int, ...] = hidden_layers if isinstance(hidden_layers, tuple) else ()
+        tokens, sides = kv.max_batch_size * width, 1 if hidden_layers == "final_norm" else len(self._hidden_layers)
+        #: Hidden states of each token of the last enqueue; None unless they are asked for.
+        self.hidden_states = StepRows(memory, max_tokens=tokens, width=sides * model.hidden_size) if sides else None
+        #: Hidden states of each token of the next enqueue; None unless the model is a draft head.
+        self.hidden_inputs = StepRows(memory, max_tokens=tokens, width=model.hidden_inputs_width) if model.hidden_inputs_width else None
         self.embeddings: EmbeddingRows | None = None
         if capacity:
             sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
             self.embeddings = EmbeddingRows(memory, capacity=capacity, dtype=computed, **sizes)
 
     @abstractmethod
-    def open_mtp_head(self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int) -> DecoderEngine:
-        """Return an engine of the MTP head of the model, in the same memory and dtype, which shares embedding and head with this one."""
+    def open_draft_head(
+        self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
+    ) -> DecoderEngine:
+        """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share."""
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""

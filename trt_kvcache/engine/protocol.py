@@ -160,8 +160,9 @@ class Engine(Protocol):
 
     Notes
     -----
-    An engine may have two more properties. ``width_buckets`` (sequence of int, ascending) has the widths that a session pads enqueues to,
-    so that a new prompt length is no new shape; widths above the last one, and all widths without it, are exact. ``graph_refusals``
+    An engine may have three more properties. ``width_buckets`` (sequence of int, ascending) has the widths that a session pads enqueues to,
+    so that a new prompt length is no new shape; widths above the last one, and all widths without it, are exact. ``coarse_width_buckets``
+    has the few of them for prompts next to requests that decode; without it, or if it is empty, these have all. ``graph_refusals``
     (sequence of str) has the reasons why steps ran without a CUDA graph, for ``session.statistics``.
     """
 

@@ -99,9 +99,9 @@ def decoder_stages(
             tensors += [spec for spec in _states_in_segment(cache, names, index.states) if spec not in tensors]
         if not isinstance(mixer, AttentionConfig) or index.kv is None:
             continue
-        *qkv, attended_name = attention_tensor_names(layer)
-        heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
-        tensors += [TensorSpec.output(name, (-1, -1, count, mixer.head_dim), computed) for name, count in zip(qkv, heads, strict=True)]
+        q, k, v, attended_name = attention_tensor_names(layer)
+        heads = {q: mixer.num_heads, **dict.fromkeys((k, v) if mixer.stores_kv else (), mixer.num_kv_heads)}
+        tensors += [TensorSpec.output(name, (-1, -1, count, mixer.head_dim), computed) for name, count in heads.items()]
         if entering != hidden_state_name(layer):
             tensors.append(TensorSpec.output(hidden_state_name(layer), hidden, computed))
         gates = [(output_gate_name(layer), (-1, -1, mixer.num_heads * mixer.head_dim))] if mixer.output_gate else []
@@ -121,17 +121,18 @@ def decoder_stages(
 
 
 def _attention_node(model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, layer: int, index: int) -> CustomOpNode:
-    """Return the attention of a layer, which has the K and V of an index."""
-    *qkv, attended = attention_tensor_names(layer)
-    past, present = names.combined_pair(index)
+    """Return the attention of a layer, which has the K and V of an index; it appends those of the layer that stores them."""
     mixer = model.layers[layer].attention
+    q, *_, attended = attention_tensor_names(layer)
+    _, k, v, _ = attention_tensor_names(layer if mixer.kv_source_layer is None else mixer.kv_source_layer)
+    past, present = names.combined_pair(index)
     kind = rope_kind(mixer.after_norms)
     angles = () if kind is None else (cos_sin_names(model)[kind],)
     scales = [spec.name for spec in ([] if cache.kv is None else scale_tensors(cache.kv, names, index))]
     return CustomOpNode(
         operation=AttentionOp.name,
         attributes=attention_op_attributes(mixer, max_sequence_length=cache.max_sequence_length),
-        inputs=(*qkv, past, names.kvcache_start_index, *scales[:1], *angles),
+        inputs=(q, k, v, past, names.kvcache_start_index, *scales[:1], *angles),
         outputs=(attended, present, *scales[1:]),
     )
 

@@ -12,7 +12,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
-from trt_kvcache.engine_folder.v_outputs import v_buffer_nbytes
+from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import INK, Plot, draw, paint_sizes, size_text
@@ -84,9 +84,9 @@ class EngineInspection:
     v_outputs: tuple[TensorSpec, ...]
 
     @property
-    def v_buffer_nbytes(self) -> int:
-        """Bytes of the buffer that all ``v_outputs`` share; 0 without them."""
-        return v_buffer_nbytes(self.v_outputs, self.profiles)
+    def v_outputs_nbytes(self) -> int:
+        """Bytes of the memory of all ``v_outputs``; 0 without them."""
+        return sum(v_output_nbytes(self.v_outputs, self.profiles))
 
     @property
     def decomposable_layers(self) -> tuple[AttentionLayerConfig, ...]:
@@ -110,7 +110,7 @@ class EngineInspection:
         if self.segments is not None:
             sizes["constants"] = self.segments.constants.nbytes
         if self.v_outputs:
-            sizes["V outputs"] = self.v_buffer_nbytes
+            sizes["V outputs"] = self.v_outputs_nbytes
         if self.cache.kv is not None:
             sizes["K and V"] = self.memory.nbytes - self.memory.states_nbytes
         if self.memory.states_nbytes:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import attention_tensor_names
-from trt_kvcache.memory.shapes import dense_nbytes
-from trt_kvcache.model import AttentionConfig, ModelConfig
+from trt_kvcache.memory.shapes import align_up, dense_nbytes
+from trt_kvcache.model import ModelConfig
 
 
 def v_output_name(layer: int) -> str:
@@ -19,19 +19,16 @@ def v_output_name(layer: int) -> str:
 
 
 def v_outputs(model: ModelConfig, dtype: str) -> tuple[TensorSpec, ...]:
-    """Return the V of each layer with attention, in the dtype of computation."""
-    mixers = ((index, layer.mixer) for index, layer in enumerate(model.layers))
+    """Return the V of each layer that stores K and V, in the dtype of computation."""
     return tuple(
         TensorSpec.output(v_output_name(index), (-1, -1, mixer.num_kv_heads, mixer.head_dim), dtype)
-        for index, mixer in mixers
-        if isinstance(mixer, AttentionConfig)
+        for index, mixer in zip(model.kv_indices, model.kv_layers, strict=True)
     )
 
 
-def v_buffer_nbytes(specs: Sequence[TensorSpec], profiles: Sequence[EngineProfile]) -> int:
-    """Return the bytes of the buffer that all of them share: the largest one, in the largest enqueue."""
-    # One is enough: V of a layer depends on the attention of the layer before, which by then has read its own V. This holds if TensorRT
-    # computes V in the buffer, and if it copies V there, where nobody reads it. A delayed copy of one layer over the V of a later one,
-    # which TensorRT computed there, would break it; no board has shown whether it mixes both.
-    shapes = ((shape_at(spec.shape, one.max_batch, one.max_width), spec.dtype) for spec in specs for one in profiles)
-    return max((dense_nbytes(*shape) for shape in shapes), default=0)
+def v_output_nbytes(specs: Sequence[TensorSpec], profiles: Sequence[EngineProfile]) -> tuple[int, ...]:
+    """Return the bytes of memory of each of them, in the largest enqueue and up to the next aligned address."""
+    # Layers do not share memory, although a V is not needed after its own layer: TensorRT may compute V elsewhere, and copy it to an
+    # output that nobody reads as late as it likes, then over the V of a later layer.
+    largest = (max(dense_nbytes(shape_at(spec.shape, one.max_batch, one.max_width), spec.dtype) for one in profiles) for spec in specs)
+    return tuple(map(align_up, largest))

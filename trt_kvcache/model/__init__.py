@@ -1,5 +1,6 @@
 """Descriptions of decoders as plain data: layers, norms, RoPE, and the Hugging Face families that they are read from."""
 
+from trt_kvcache.model.eagle3_input import Eagle3InputConfig
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, QkNormConfig, QueryScaling
 from trt_kvcache.model.mlp_config import ClampedSwiGLU, MlpConfig, RoutedMlpConfig, RouterConfig
 from trt_kvcache.model.model_config import ModelConfig
@@ -12,6 +13,7 @@ from trt_kvcache.model.rope_table import rope_table
 __all__ = [
     "AttentionConfig",
     "ClampedSwiGLU",
+    "Eagle3InputConfig",
     "GatedDeltaNetConfig",
     "LayerConfig",
     "Mamba2Config",

@@ -58,7 +58,7 @@ FEATURES = {
     "final_softcap": "final logit softcapping",
     "logits_divisor": "scaled logits",
     "fused_tensors": "fused weight tensors",
-    "merged_input": "hidden states as an input (MTP head)",
+    "merged_input": "hidden states as an input (MTP or EAGLE-3 head)",
 }
 
 
@@ -126,6 +126,8 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "logits_divisor", f"logits_divisor = {model.logits_divisor}"
     if model.merge_norm is not None:
         yield "merged_input", "merge_norm"
+    if model.eagle3_input is not None:
+        yield "merged_input", "eagle3_input"
     if has_interleaved_rope(model):
         yield "interleaved_rope", "rows of q and k"
     if has_fused_tensors(model):

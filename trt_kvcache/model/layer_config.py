@@ -126,6 +126,8 @@ class AttentionConfig:
         Each head of v is divided by ``sqrt(mean(v^2) + v_norm_epsilon)``: RMSNorm without a weight. None for v as it is.
     values_are_keys : bool
         True if there is no projection to v: v is the projection to k, before norm and RoPE of k.
+    input_size : int or None
+        Width of the input of the projections to q, k, v and the output gate; None for that of the residual stream.
     kv_source_layer : int or None
         Index of the earlier layer whose rows of K and V this layer reads (shared K/V): it has no projections to k and v, and stores no
         rows. None for a layer with rows of its own.
@@ -154,6 +156,7 @@ class AttentionConfig:
     sinks: bool = False
     v_norm_epsilon: float | None = None
     values_are_keys: bool = False
+    input_size: int | None = None
     kv_source_layer: int | None = None
 
     def __post_init__(self) -> None:
@@ -171,6 +174,8 @@ class AttentionConfig:
                 positive_number(f"AttentionConfig.{name}", getattr(self, name))
         if self.rope is not None:
             self.rope.check_head_dim(self.head_dim)
+        if self.input_size is not None:
+            int_in_range("AttentionConfig.input_size", self.input_size, 1, MAX_DIMENSION, error=ConfigError)
         if self.kv_source_layer is not None:
             int_in_range("AttentionConfig.kv_source_layer", self.kv_source_layer, 0, MAX_LAYERS - 1, error=ConfigError)
             of_new_rows = {"v_norm_epsilon": self.v_norm_epsilon is not None, "values_are_keys": self.values_are_keys}

@@ -14,6 +14,7 @@ from trt_kvcache.dtypes import MODEL_DTYPES, numpy_dtype
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.description import from_plain, to_plain
+from trt_kvcache.model.eagle3_input import Eagle3InputConfig
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer
 from trt_kvcache.model.mlp_config import RoutedMlpConfig
 from trt_kvcache.model.norm_config import NormConfig
@@ -61,6 +62,8 @@ class ModelConfig:
     merge_norm : NormConfig or None
         Of an MTP head: norm of the two halves of the first layer's input, the embedding of a token and a hidden state of the model of which
         it is the head; a linear map ``[hidden, 2 * hidden]`` follows. None for a model that reads tokens alone.
+    eagle3_input : Eagle3InputConfig or None
+        Of an EAGLE-3 head: its input, of hidden states of the model and the embedding of a token. None for other models.
     per_layer_embedding : PerLayerEmbeddingConfig or None
         A second embedding, with elements for each layer; there is one if and only if layers have a ``per_layer_input``.
 
@@ -94,6 +97,7 @@ class ModelConfig:
     final_softcap: float | None = None
     logits_divisor: float = 1.0
     merge_norm: NormConfig | None = None
+    eagle3_input: Eagle3InputConfig | None = None
     per_layer_embedding: PerLayerEmbeddingConfig | None = None
 
     def __post_init__(self) -> None:
@@ -136,6 +140,18 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of a token: one for each token id, or for those that an EAGLE-3 head can propose."""
+        return self.vocab_size if self.eagle3_input is None else self.eagle3_input.num_logits
+
+    @property
+    def hidden_inputs_width(self) -> int:
+        """Elements of hidden states that a draft head reads with each token; 0 for a model that reads tokens alone."""
+        if self.eagle3_input is not None:
+            return self.eagle3_input.states_width + self.hidden_size
+        return 0 if self.merge_norm is None else self.hidden_size
 
     @property
     def attention_layers(self) -> tuple[AttentionConfig, ...]:

@@ -258,12 +258,13 @@ def _norm_shapes(name: str, norm: NormConfig | None, width: int) -> dict[str, tu
 
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     q_width, kv_width = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    shapes = _projection("q", q_width, hidden, bias=mixer.qkv_bias)
+    width = hidden if mixer.input_size is None else mixer.input_size
+    shapes = _projection("q", q_width, width, bias=mixer.qkv_bias)
     if mixer.output_gate:
-        shapes |= _projection("output_gate", q_width, hidden, bias=mixer.qkv_bias)
+        shapes |= _projection("output_gate", q_width, width, bias=mixer.qkv_bias)
     kv = ("k",) if mixer.values_are_keys else ("k", "v")
     for name in kv if mixer.stores_kv else ():
-        shapes |= _projection(name, kv_width, hidden, bias=mixer.qkv_bias)
+        shapes |= _projection(name, kv_width, width, bias=mixer.qkv_bias)
     shapes |= _projection("o", hidden, q_width, bias=mixer.o_bias)
     if mixer.sinks:
         shapes["sinks"] = (mixer.num_heads,)

@@ -14,7 +14,7 @@ from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.bound_tensors import BoundTensors, StepTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.engine.step_rows import StepRows
+from trt_kvcache.engine.step_rows import HiddenLayers, StepRows
 from trt_kvcache.errors import PlaceError
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
@@ -87,10 +87,11 @@ class ReferenceEngine(DecoderEngine):
     max_embeddings : int
         Rows that prompts may have in place of rows of the embedding, as for
         :class:`~trt_kvcache.session.session_options.SessionOptions`.
-    has_hidden_states : bool
-        True to keep the output of the final norm of each token of the last step, in :attr:`hidden_states`.
+    hidden_layers : "final_norm" or tuple of int, optional
+        Hidden states of each token of the last step to keep in :attr:`hidden_states`: the output of the final norm, or the residual stream
+        before each of these layers, side by side. The number of layers stands for the end of the residual stream. None if left out.
     shared : ReferenceEngine, optional
-        Engine whose embedding and head are taken in place of those of the checkpoint, an MTP head.
+        Engine of the model of which the checkpoint is a draft head, for the tensors that both share: embedding, language model head.
 
     Attributes
     ----------
@@ -102,7 +103,7 @@ class ReferenceEngine(DecoderEngine):
     memory : HostMemory
         Memory that bound tensors must be in.
     hidden_states, hidden_inputs : StepRows or None
-        Hidden states of the tokens of the last step, and those that the next step of an MTP head reads.
+        Hidden states of the tokens of the last step, and those that the next step of a draft head reads.
 
     Raises
     ------
@@ -143,7 +144,7 @@ class ReferenceEngine(DecoderEngine):
         memory: HostMemory,
         progress: Callable[[int, int], object] | None = None,
         max_embeddings: int = 0,
-        has_hidden_states: bool = False,
+        hidden_layers: HiddenLayers | None = None,
         shared: ReferenceEngine | None = None,
     ) -> None:
         if not memory.is_host:
@@ -158,7 +159,7 @@ class ReferenceEngine(DecoderEngine):
             names=names,
             memory=memory,
             max_embeddings=max_embeddings,
-            has_hidden_states=has_hidden_states,
+            hidden_layers=hidden_layers,
         )
         self._rows = None if self.embeddings is None else memory.array(self.embeddings.table)
         self._masked = attention == "mask"
@@ -209,20 +210,25 @@ class ReferenceEngine(DecoderEngine):
                 self._rows,
                 hidden_inputs=step.hidden_inputs,
                 hidden_states=step.hidden_states,
+                hidden_layers=self._hidden_layers,
             )
         step.logits[...] = logits.reshape(step.logits.shape)
 
-    def open_mtp_head(self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int) -> ReferenceEngine:
-        """Return an engine of the MTP head of the model, in the same memory and dtype, which shares embedding and head with this one.
+    def open_draft_head(
+        self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
+    ) -> ReferenceEngine:
+        """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share.
 
         Parameters
         ----------
         checkpoint : Checkpoint
-            The head: see :meth:`Checkpoint.open_mtp_head`. It may be closed afterwards.
+            The head: see :meth:`Checkpoint.open_mtp_head` and :meth:`Checkpoint.open_eagle3_head`. It may be closed afterwards.
         kv : KVCacheConfig
             The cache that will be bound.
         max_prefill_length : int
             The most new tokens per slot in one step.
+        hidden_layers : "final_norm" or tuple of int
+            Hidden states of the head that it keeps.
 
         Returns
         -------
@@ -230,7 +236,7 @@ class ReferenceEngine(DecoderEngine):
             It reads :attr:`hidden_inputs`, and has hidden states.
         """
         return ReferenceEngine(
-            checkpoint, kv=kv, max_prefill_length=max_prefill_length, memory=self.memory, has_hidden_states=True, shared=self
+            checkpoint, kv=kv, max_prefill_length=max_prefill_length, memory=self.memory, hidden_layers=hidden_layers, shared=self
         )
 
     def close(self) -> None:

@@ -11,7 +11,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.model import AttentionConfig, ClampedSwiGLU, LayerConfig, MlpConfig, ModelConfig, NormConfig, RoutedMlpConfig
+from trt_kvcache.model import (
+    AttentionConfig,
+    ClampedSwiGLU,
+    Eagle3InputConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    RoutedMlpConfig,
+)
 from trt_kvcache.reference.activations import ACTIVATIONS, clamped_swiglu, sigmoid
 from trt_kvcache.reference.attention import LayerAttention, RotatedBeforeNorms, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
@@ -41,27 +50,40 @@ def decoder_step(
     *,
     hidden_inputs: Float32 | None = None,
     hidden_states: Float32 | None = None,
+    hidden_layers: Sequence[int] = (),
 ) -> Float32:
     """Return the logits ``[A * m, vocab]`` of the tokens ``last [A, m]`` of the right-padded ``input_ids [A, s]``.
 
-    ``dtype``: of the engine. ``rows``: of token ids past the vocabulary. ``hidden_inputs [A, s, hidden]``: of an MTP head.
+    ``rows``: of token ids past the vocabulary. ``hidden_inputs``: of a draft head. ``hidden_states`` are written, of ``hidden_layers``.
     """
     hidden = embedded(config, weights, input_ids, dtype, rows)
-    if config.merge_norm is not None:
-        assert weights.merge is not None
-        assert hidden_inputs is not None
-        hidden = merged(config.merge_norm, weights.merge, hidden, hidden_inputs)
+    mixer_input: Float32 | None = None
+    if weights.merge is not None and hidden_inputs is not None:
+        if config.eagle3_input is not None:
+            hidden, mixer_input = eagle3_inputs(config.eagle3_input, weights.merge, hidden, hidden_inputs)
+        elif config.merge_norm is not None:
+            hidden = merged(config.merge_norm, weights.merge, hidden, hidden_inputs)
     with one_blas_thread(input_ids.size, _largest_weight(weights)):
         inputs = per_layer_inputs(config, weights, input_ids, hidden, dtype)
-        for layer, layer_weights, cache, own in zip(config.layers, weights.layers, caches, inputs, strict=True):
-            hidden = decoder_layer(layer, layer_weights, cache, hidden, own)
-    if hidden_states is not None:  # [A, s, hidden], to be written
+        for index, (layer, layer_weights, cache, own) in enumerate(zip(config.layers, weights.layers, caches, inputs, strict=True)):
+            keep(hidden, index, hidden_layers, hidden_states)
+            hidden = decoder_layer(layer, layer_weights, cache, hidden, own, mixer_input)
+            mixer_input = None
+    keep(hidden, config.num_layers, hidden_layers, hidden_states)
+    if hidden_states is not None and not hidden_layers:
         hidden_states[...] = optional_norm(hidden, weights.final_norm, config.final_norm)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
     with one_blas_thread(len(wanted), weights.head.size):
         logits: Float32 = optional_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
     logits = logits if config.logits_divisor == 1 else logits / np.float32(config.logits_divisor)
     return logits if config.final_softcap is None else softcapped(logits, config.final_softcap)
+
+
+def keep(hidden: Float32, index: int, layers: Sequence[int], states: Float32 | None) -> None:
+    """Write the residual stream before layer ``index`` to its places in ``states``, which has those before ``layers`` side by side."""
+    for place, layer in enumerate(layers):
+        if layer == index and states is not None:
+            states[..., place * hidden.shape[-1] : (place + 1) * hidden.shape[-1]] = hidden
 
 
 def embedded(
@@ -81,6 +103,18 @@ def merged(norm: NormConfig, weights: MergeWeights, embedding: Float32, hidden: 
     """Return the input ``[A, s, hidden]`` of an MTP head's layer, of embeddings and hidden states of the same shape."""
     halves = [rms_norm(embedding, weights.embedding_norm, norm), rms_norm(hidden, weights.hidden_norm, norm)]
     return project(Projection(weights.projection, None), np.concatenate(halves, axis=-1))
+
+
+def eagle3_inputs(config: Eagle3InputConfig, weights: MergeWeights, embedding: Float32, states: Float32) -> tuple[Float32, Float32]:
+    """Return the residual stream of an EAGLE-3 head ``[A, s, hidden]`` and the input of its attention ``[A, s, 2 * hidden]``.
+
+    ``states [A, s, width]``: hidden states of the model, then one of the head; zeros for those that a token does not have.
+    """
+    reduced = project(Projection(weights.projection, None), states[..., : config.states_width])
+    hidden = reduced + states[..., config.states_width :]
+    normed = rms_norm(hidden, weights.hidden_norm, config.norm)
+    halves = [rms_norm(embedding, weights.embedding_norm, config.norm), normed]
+    return normed if config.adds_normalised else hidden, np.concatenate(halves, axis=-1)
 
 
 def per_layer_inputs(
@@ -103,10 +137,18 @@ def _largest_weight(weights: DecoderWeights) -> int:
 
 
 def decoder_layer(
-    config: LayerConfig, weights: DecoderLayerWeights, cache: LayerCache, hidden: Float32, per_layer: Float32 | None = None
+    config: LayerConfig,
+    weights: DecoderLayerWeights,
+    cache: LayerCache,
+    hidden: Float32,
+    per_layer: Float32 | None = None,
+    mixer_input: Float32 | None = None,
 ) -> Float32:
-    """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed. ``per_layer``: its per-layer input ``[A, s, size]``."""
-    normed = optional_norm(hidden, weights.input_norm, config.input_norm)
+    """Apply one decoder layer to ``hidden [A, s, hidden]``, which is not changed. ``per_layer``: its per-layer input ``[A, s, size]``.
+
+    ``mixer_input``: in place of the norm of ``hidden``.
+    """
+    normed = optional_norm(hidden, weights.input_norm, config.input_norm) if mixer_input is None else mixer_input
     if config.parallel_mixer is not None:
         assert cache.recurrence is not None
         hidden = hidden + scaled(cache.recurrence(weights, normed), config.parallel_mixer_multiplier)

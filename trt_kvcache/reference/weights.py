@@ -11,7 +11,7 @@ import numpy.typing as npt
 from trt_kvcache.checkpoint import decoder_weights as generic
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors, decoder_weights
-from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, shared_tensors
 
 Float32 = npt.NDArray[np.float32]
 Projection = generic.Projection[Float32]
@@ -26,9 +26,10 @@ def load_weights(
 ) -> DecoderWeights:
     """Read the weights of a checkpoint as float32, rounded to ``dtype``. float32 weights in a float32 engine are not copied.
 
-    ``shared``: weights of which embedding and head are taken instead.
+    ``shared``: weights of the model of which the checkpoint is a draft head.
     """
     rounded = RoundedTensors(checkpoint, dtype, progress)
-    known = {} if shared is None else dict.fromkeys((embedding_name(checkpoint.config), HEAD), shared.embedding)
+    of_model = {} if shared is None else {embedding_name(checkpoint.config): shared.embedding, HEAD: shared.head}
+    known = {name: of_model[name] for name in shared_tensors(checkpoint.config) if name in of_model}
     weights = decoder_weights(checkpoint.config, lambda name: known[name] if name in known else np.asarray(rounded(name), np.float32))
-    return weights if shared is None else replace(weights, head=shared.head)
+    return replace(weights, head=known.get(HEAD, weights.head))

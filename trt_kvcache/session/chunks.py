@@ -5,9 +5,9 @@ them. The rows after a slot's own new tokens are padding; they are overwritten b
 
 Engines that compile, tune or capture each shape get few widths: buckets. A long prompt runs in several chunks whose widths are buckets, all
 filled but the last. The last chunk is padded if at most one row in eight is padding then, since each further enqueue reads all weights
-again. A prompt of fewer than 64 tokens is one padded chunk. If other requests decode in the same step, chunks are shorter, only some
-buckets are used (:func:`coarse_widths`), and the last chunk is always padded. The number of slots has no buckets: a padding slot would need
-free rows and states of a slot that is not active, and B bounds the number of slots anyway.
+again. A prompt of fewer than 64 tokens is one padded chunk. If other requests decode in the same step, chunks are shorter; an engine with
+coarse buckets then gets these only, and the last chunk is always padded. The number of slots has no buckets: a step would
+write into rows and states of slots that are not active, where a ``SequenceCacheManager`` keeps sequences that wait. B bounds it anyway.
 """
 
 import itertools
@@ -59,14 +59,6 @@ def bucket_widths(buckets: Sequence[int], profiles: Iterable[EngineProfile], max
     if len(widths) < len(buckets):
         widths.append(max_width)
     return [width for width in widths if any(one.min_width <= width <= one.max_width for one in profiles)]
-
-
-def coarse_widths(buckets: Iterable[int]) -> list[int]:
-    """Return the few buckets for prompts next to requests that decode: powers of two, 192, 384. Their chunks differ in the first slot, too.
-
-    Few rows take little longer than the time to read the weights, padded or not.
-    """
-    return [width for width in buckets if width & (width - 1) == 0 or width in (192, 384)]
 
 
 def plan_chunks(

@@ -165,6 +165,7 @@ class DecodeSteps:
         of_chunk = requests[chunk.first : chunk.end]
         positions = [request.positions(len(row)) if row else None for request, row in zip(of_chunk, rows, strict=True)]
         _, logits = runner.device_views(num_rows)
+        runner.before_wait()
         return self._verify_sampler.choose(logits, positions, chunk.width, stream=runner.stream)
 
     def _record(self, requests: Sequence[Request], drafts: DraftPlan, choices: Mapping[int, Sequence[Choice]]) -> None:
@@ -218,6 +219,7 @@ class DecodeSteps:
         following = None
         if ahead and self._can_follow(cursors, after):
             following, sampled = self._follow(cursors, sampled)
+        runner.before_wait()
         found = step.sampled.read()
         batch.count_step(sum(plan.counts), time.perf_counter() - started)
         choices = {

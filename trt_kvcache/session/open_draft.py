@@ -1,4 +1,4 @@
-"""``with_draft``: add the drafter that ``draft=`` names to the parts of a session. A small model or an MTP head is opened here."""
+"""``with_draft``: add the drafter that ``draft=`` names to the parts of a session. A small model or a draft head is opened here."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.progress import Progress
 from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.session.draft_heads import draft_head_folder
+from trt_kvcache.session.head_drafter import Eagle3Drafter, MtpDrafter
 from trt_kvcache.session.model_drafter import ModelDrafter
-from trt_kvcache.session.model_location import locate_model
-from trt_kvcache.session.mtp_drafter import MtpDrafter
-from trt_kvcache.session.open_model import EngineFallbackWarning, SessionParts, open_engine_folder, open_model, open_mtp_head
-from trt_kvcache.session.session_options import MTP, SessionOptions
+from trt_kvcache.session.model_location import expanded, locate_model
+from trt_kvcache.session.open_model import EngineFallbackWarning, SessionParts, open_draft_head, open_engine_folder, open_model
+from trt_kvcache.session.session_options import MTP, NGRAM, SessionOptions
 
 
 def with_draft(
@@ -26,14 +28,15 @@ def with_draft(
     """Return the parts of a session of a folder with its drafter. The parts are closed if that fails."""
     if options.draft is None:
         return parts
-    if options.draft == "ngram":
+    if options.draft == NGRAM:
         return replace(parts, draft="ngram")
     with ExitStack() as undo:
         undo.callback(parts.close)
+        head = draft_head_folder(options.draft)
         if options.draft == MTP:
-            small = open_mtp_head(folder, parts, options)
-            undo.callback(small.close)
-            drafter: ModelDrafter = MtpDrafter(small, vocab_size=parts.model.vocab_size)
+            drafter: ModelDrafter = _mtp_drafter(folder, parts, options)
+        elif head is not None:
+            drafter = _eagle3_drafter(options.draft, head, parts, options)
         else:
             small = _open(options.draft, parts, options, progress)
             undo.callback(small.close)
@@ -41,6 +44,31 @@ def with_draft(
             drafter = ModelDrafter(small, vocab_size=parts.model.vocab_size)
         undo.pop_all()
     return replace(parts, draft=drafter, on_close=_both(parts.on_close, drafter.close))
+
+
+def _mtp_drafter(folder: str | PathLike[str], parts: SessionParts, options: SessionOptions) -> MtpDrafter:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the weights: shown when the model was opened
+        checkpoint = Checkpoint.open_mtp_head(expanded(folder), quantize=options.quantize)
+    with checkpoint, ExitStack() as undo:
+        head = open_draft_head(checkpoint, parts, options, hidden_layers="final_norm")
+        undo.callback(head.close)
+        drafter = MtpDrafter(head, vocab_size=parts.model.vocab_size)
+        undo.pop_all()
+    return drafter
+
+
+def _eagle3_drafter(draft: str, folder: Path, parts: SessionParts, options: SessionOptions) -> Eagle3Drafter:
+    with Checkpoint.open_eagle3_head(folder) as checkpoint, ExitStack() as undo:
+        model, own = checkpoint.config, checkpoint.config.eagle3_input
+        if own is not None and (own.shares_embedding or own.shares_head) and model.hidden_size != parts.model.hidden_size:
+            lacking = "embedding" if own.shares_embedding else "language model head"
+            raise ConfigError(f"draft: {draft}: expected an {lacking} of width {model.hidden_size} in the files of the head, got none.")
+        head = open_draft_head(checkpoint, parts, options, hidden_layers=(model.num_layers,))
+        undo.callback(head.close)
+        drafter = Eagle3Drafter(head, vocab_size=parts.model.vocab_size, tokens=checkpoint.draft_tokens)
+        undo.pop_all()
+    return drafter
 
 
 def _open(draft: str, parts: SessionParts, options: SessionOptions, progress: Progress | None) -> SessionParts:

@@ -28,6 +28,7 @@ from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE, EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.generation.drafter import DraftChoice
@@ -40,6 +41,7 @@ from trt_kvcache.model.features import check_features
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
+from trt_kvcache.session.draft_heads import draft_head_folder, hidden_layers_for
 from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.session_options import DEFAULT_ATTENTION, MTP, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
@@ -94,8 +96,11 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
-    if options.draft == MTP:
-        raise ConfigError(f"draft: expected a model folder for 'mtp', got the engine folder {path}. InferenceSession.from_model opens one.")
+    if options.draft == MTP or draft_head_folder(options.draft) is not None:
+        head = "'mtp'" if options.draft == MTP else "an EAGLE-3 head"
+        raise ConfigError(
+            f"draft: expected a model folder for {head}, got the engine folder {path}. InferenceSession.from_model opens one."
+        )
     place = expanded(path)
     if not is_engine_folder(place) and (place / CONFIG_FILE).is_file():
         raise EngineError(
@@ -135,13 +140,16 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
     with Checkpoint.open(place, quantize=options.quantize, adapter=options.adapter) as checkpoint:
         model = checkpoint.config
+        hidden_layers = hidden_layers_for(options.draft, model)
+        if hidden_layers is not None and options.engine == "tensorrt":
+            raise ConfigError(f"draft: expected no head with engine='tensorrt', got {options.draft}. NumPy and PyTorch run it.")
         named = options.attention
         attention: Attention = "plugin" if options.kv_dtype else DEFAULT_ATTENTION if named is None or named == "auto" else named
         quantized = quantized_kv(checkpoint, options.kv_dtype, options.kv_scales)
         cache = _cache_config(model, options, attention, quantized)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
-        if _tries_tensorrt(options, options.flavour, model):
+        if hidden_layers is None and _tries_tensorrt(options, options.flavour, model):
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 built = options
@@ -158,6 +166,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             max_prefill_length=width,
             max_logits_per_slot=_default_logits(model, cache, width, options) if options.max_logits_per_slot is None else logits,
             attention=attention,
+            hidden_layers=hidden_layers,
             progress=_bytes_progress(progress, LOADING),
         )
         fingerprint = partial(_fingerprint, checkpoint.path, options)
@@ -210,7 +219,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.max_embeddings or options.draft == MTP:
+    if options.max_embeddings:
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -242,32 +251,30 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if it was requested or PyTorch cannot run the model."""
-    own: dict[str, Any] = {"max_embeddings": options.max_embeddings, "has_hidden_states": options.draft == MTP}
+    embeddings = options.max_embeddings
     if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
-        return ReferenceEngine(checkpoint, memory=HostMemory(), **own, **arguments)
-    return _torch_engine().open(checkpoint, memory=_torch_memory(options), **own, **arguments)
+        return ReferenceEngine(checkpoint, memory=HostMemory(), max_embeddings=embeddings, **arguments)
+    return _torch_engine().open(checkpoint, memory=_torch_memory(options), max_embeddings=embeddings, **arguments)
 
 
-def open_mtp_head(path: str | PathLike[str], parts: SessionParts, options: SessionOptions) -> SessionParts:
-    """Open the MTP head in the model folder of a session, in an engine of the same class. The caller closes the parts."""
-    engine = parts.engine
-    assert isinstance(engine, DecoderEngine)  # no other engine opens with draft="mtp"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about the weights: shown when the model was opened
-        opened = Checkpoint.open_mtp_head(expanded(path), quantize=options.quantize)
-    with opened as checkpoint, ExitStack() as undo:
-        kv = decoder_cache_config(
-            checkpoint.config,
-            max_batch_size=parts.cache.max_batch_size,
-            max_sequence_length=parts.cache.lengths.max_sequence_length,
-            dtype=options.dtype or parts.model.dtype,
-            attention=DEFAULT_ATTENTION,
-        )
-        head = engine.open_mtp_head(checkpoint, kv=kv, max_prefill_length=max(profile.max_width for profile in engine.profiles))
+def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: SessionOptions, *, hidden_layers: HiddenLayers) -> SessionParts:
+    """Open a draft head of the model of a session, in an engine of the same class. The caller closes checkpoint and parts."""
+    engine, model = parts.engine, checkpoint.config
+    assert isinstance(engine, DecoderEngine)  # no other engine opens with a head
+    kv = decoder_cache_config(
+        model,
+        max_batch_size=parts.cache.max_batch_size,
+        max_sequence_length=min(parts.cache.lengths.max_sequence_length, model.max_position_embeddings),
+        dtype=options.dtype or parts.model.dtype,
+        attention=DEFAULT_ATTENTION,
+    )
+    width = min(kv.max_sequence_length, max(profile.max_width for profile in engine.profiles))
+    with ExitStack() as undo:
+        head = engine.open_draft_head(checkpoint, kv=kv, max_prefill_length=width, hidden_layers=hidden_layers)
         undo.callback(head.close)
         cache = make_cache(kv, memory=head.memory)
         undo.pop_all()
-    return replace(parts, engine=head, cache=cache, names=DEFAULT_NAMES, model=checkpoint.config, on_close=None)
+    return replace(parts, engine=head, cache=cache, names=DEFAULT_NAMES, model=model, on_close=None)
 
 
 def _torch_memory(options: SessionOptions) -> Memory:

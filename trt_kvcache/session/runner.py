@@ -4,7 +4,7 @@ Work on the device comes first, :meth:`Runner.apply` last. So the host needs no 
 device: the cache returns to the lengths of the current slots, and rows past a length have no effect.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.session.chunks import Chunk, bucket_widths, coarse_widths, plan_chunks
+from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
 from trt_kvcache.session.hidden_states import HiddenStates
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import Rows, StepPlan
@@ -56,6 +56,8 @@ class Runner:
         #: Rows past the lengths that a commit can still take: those of a verified draft, or of a step that was enqueued ahead. Any other
         #: work on the device overwrites them.
         self.uncommitted: object = None
+        #: Called when the host is about to wait for the device, which is when other threads cost a step nothing.
+        self.before_wait: Callable[[], None] = _do_nothing
         # First slot and new tokens of each slot of the last enqueue, with states.
         self._ran: tuple[int, tuple[int, ...]] = (0, ())
         self._buffers = StepBuffers(
@@ -146,16 +148,17 @@ class Runner:
         max_width = self.plan.max_logits_per_slot if every_logit else self.plan.max_width
         # A verification of states must be one enqueue, which a bucket that does not fit would split.
         buckets = () if every_logit and self.has_states else getattr(self.engine, "width_buckets", ())
+        coarse = getattr(self.engine, "coarse_width_buckets", ()) if limit is not None and buckets else ()
         if limit is not None:
-            max_width, buckets = min(max_width, limit), coarse_widths(buckets)
+            max_width = min(max_width, limit)
         chunks = plan_chunks(
             lengths,
             plan.counts,
             max_width=max_width,
             max_sequence_length=self.cache.lengths.max_sequence_length,
             can_start_at=self.plan.can_start_at,
-            buckets=bucket_widths(buckets, self.engine.profiles, max_width),
-            pads=limit is not None,
+            buckets=bucket_widths(coarse or buckets, self.engine.profiles, max_width),
+            pads=bool(coarse),
         )
         for chunk in chunks:
             self.plan.profile_for(chunk.count, chunk.width, chunk.width if every_logit else 1)
@@ -240,6 +243,7 @@ class Runner:
 
     def logits(self, count: int) -> np.ndarray[Any, Any]:
         """Wait for the last enqueue and return its logits."""
+        self.before_wait()
         logits = self._buffers.read_logits(count, stream=self.stream)
         return logits if logits.dtype == np.float32 else logits.astype(np.float32)
 
@@ -254,3 +258,7 @@ class Runner:
     def close(self) -> None:
         """Release the buffers. Idempotent."""
         self._buffers.close()
+
+
+def _do_nothing() -> None:
+    pass

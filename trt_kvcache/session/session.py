@@ -42,8 +42,8 @@ from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
+from trt_kvcache.session.head_drafter import MtpDrafter
 from trt_kvcache.session.model_location import expanded
-from trt_kvcache.session.mtp_drafter import MtpDrafter
 from trt_kvcache.session.open_draft import with_draft
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle

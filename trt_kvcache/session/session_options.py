@@ -71,6 +71,9 @@ class ModelOptions(OpenOptions, total=False):
     kv_scales: KVScalesChoice | None
 
 
+#: Value of ``draft`` for prompt lookup.
+NGRAM = "ngram"
+
 #: Value of ``draft`` for the multi-token prediction head in a model folder.
 MTP = "mtp"
 
@@ -106,7 +109,8 @@ class SessionOptions:
         Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup.
         ``"mtp"`` is the multi-token prediction head in a model folder; not with TensorRT, which ``"auto"`` then leaves out. A path, or an
         id of the Hugging Face Hub, is a small model with the same tokenizer, which generates drafts: an engine folder, or a model folder,
-        opened with ``engine`` and ``dtype`` of this session. The engine of the large model must return the logits of several tokens per
+        opened with ``engine`` and ``dtype`` of this session. Or it is the folder of an EAGLE-3 head for a model folder; not with TensorRT,
+        as for ``"mtp"``. The engine of the large model must return the logits of several tokens per
         slot, as an engine does that is opened from a model folder. Off if left out.
     prefill_chunk : int
         Chunked prefill: most prompt tokens that a ``step`` runs together with requests that decode, so that these do not wait for a long

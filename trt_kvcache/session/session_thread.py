@@ -47,6 +47,7 @@ class SessionThread:
         self._owner = owner  # a class name, for errors
         self._commands: SimpleQueue[_Command | None] = SimpleQueue()  # None ends the thread
         self._running: list[AsyncRequest] = []  # changed by the thread only
+        self._deliveries: list[Callable[[], None]] = []  # of the last step, not yet with the event loop; of the thread only
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -174,7 +175,10 @@ class SessionThread:
                 if isinstance(memory, CudaMemory):
                     memory.make_current()
                 self._call_in_loop(_succeed, opened, None)
+                if _waits_for_a_device(session):
+                    session._runner.before_wait = self._deliver
                 self._serve(session)
+                self._deliver()
         except BaseException as raised:  # noqa: BLE001 - start() or close() raises it
             error = raised
         with suppress(RuntimeError):  # the event loop has ended, and so has everyone who waits
@@ -187,14 +191,19 @@ class SessionThread:
         while not self._loop.is_closed():
             with suppress(Empty):
                 while True:
-                    command = self._commands.get(block=not (self._running or slots_held), timeout=IDLE_POLL_SECONDS)
+                    is_idle = not (self._running or slots_held)
+                    if is_idle or not self._commands.empty():
+                        self._deliver()  # before the effects of commands, and before it waits for one
+                    command = self._commands.get(block=is_idle, timeout=IDLE_POLL_SECONDS)
                     if command is None:
                         return
                     command.run(session)
             if self._running or slots_held:
                 deliveries, succeeded = self._step(session)
-                if deliveries:
-                    self._call_in_loop(_call_all, deliveries)
+                self._deliver()  # if that step has not waited
+                self._deliveries = deliveries
+                if not _waits_for_a_device(session):
+                    self._deliver()
                 # A step that runs nothing frees the slots of the last requests. After a failure there is no such step: it would fail again.
                 slots_held = succeeded and bool(session.running_requests)
 
@@ -217,6 +226,16 @@ class SessionThread:
                 deliveries.append(partial(request.deliver, tokens, ended=ended, error=error if request in failed else None))
         self._running = [request for request in self._running if not request.handle.finished]
         return deliveries, error is None
+
+    def _deliver(self) -> None:
+        """Pass the tokens of the last step on to the event loop.
+
+        The session calls it when it has enqueued the next step and waits for the device: the event loop then does not hold the GIL
+        while the step is launched.
+        """
+        if self._deliveries:
+            deliveries, self._deliveries = self._deliveries, []
+            self._call_in_loop(_call_all, deliveries)
 
     def _call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None
@@ -242,6 +261,11 @@ class SessionThread:
             self._ended.set_result(None)
         if error is not None:
             _fail(opened, error)
+
+
+def _waits_for_a_device(session: InferenceSession) -> bool:
+    """Return False if an enqueue computes on the host: then tokens would be a whole step late."""
+    return not session.cache.memory.is_host
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:

@@ -17,12 +17,13 @@ from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.engine.bound_tensors import MAX_STEPS, StepTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.errors import CapacityError, ConfigError, EngineError, KVCacheError
 from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import check_features
-from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, shared_tensors
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, RotationBeforeNorms, ScaledQueries
 from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
@@ -34,7 +35,7 @@ from trt_kvcache.torch_engine.kernel_projections import KernelProjections
 from trt_kvcache.torch_engine.kernel_router import KernelRouter
 from trt_kvcache.torch_engine.kernel_variants import decoder_variants
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
-from trt_kvcache.torch_engine.model import decoder_step
+from trt_kvcache.torch_engine.model import KeptLayers, decoder_step
 from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Operations, Projections, TorchAttention, TorchMatrix
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace, packed_weights_are_supported
@@ -44,7 +45,7 @@ from trt_kvcache.torch_engine.router import route
 from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_supported
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
-from trt_kvcache.torch_engine.step_widths import MAX_CAPTURED_WIDTH, STEP_WIDTHS
+from trt_kvcache.torch_engine.step_widths import COARSE_WIDTHS, MAX_CAPTURED_WIDTH, STEP_WIDTHS
 from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor
 from trt_kvcache.torch_engine.weights import TorchWeights, torch_weights
 
@@ -85,7 +86,7 @@ class TorchEngine(DecoderEngine):
         names: TensorNames = DEFAULT_NAMES,
         memory: Memory,
         max_embeddings: int = 0,
-        has_hidden_states: bool = False,
+        hidden_layers: HiddenLayers | None = None,
     ) -> None:
         check_features(model, COMPUTED_FEATURES, "the PyTorch engine")
         super().__init__(
@@ -98,14 +99,15 @@ class TorchEngine(DecoderEngine):
             names=names,
             memory=memory,
             max_embeddings=max_embeddings,
-            has_hidden_states=has_hidden_states,
+            hidden_layers=hidden_layers,
         )
         self._device = torch_device(memory)
         self._hidden_states, self._hidden_inputs = (
             None if rows is None else self._device.view(rows.table) for rows in (self.hidden_states, self.hidden_inputs)
         )
         self._rows = None if self.embeddings is None else self._device.view(self.embeddings.table)
-        self.width_buckets = () if self._device.graphs is None else STEP_WIDTHS
+        if self._device.graphs is not None:
+            self.width_buckets, self.coarse_width_buckets = STEP_WIDTHS, COARSE_WIDTHS
         self._views = DeviceViews(memory)
         self._steps: OrderedDict[StepTensors, TorchStep] = OrderedDict()
         self._mixers = tuple(mixer.after_norms for mixer in model.attention_layers)
@@ -146,7 +148,7 @@ class TorchEngine(DecoderEngine):
         memory: Memory,
         progress: Callable[[int, int], object] | None = None,
         max_embeddings: int = 0,
-        has_hidden_states: bool = False,
+        hidden_layers: HiddenLayers | None = None,
     ) -> TorchEngine:
         """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
         computed = dtype or kv.dtype
@@ -164,16 +166,19 @@ class TorchEngine(DecoderEngine):
             names=names,
             memory=memory,
             max_embeddings=max_embeddings,
-            has_hidden_states=has_hidden_states,
+            hidden_layers=hidden_layers,
         )
 
-    def open_mtp_head(self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int) -> TorchEngine:
-        """See :meth:`DecoderEngine.open_mtp_head`."""
+    def open_draft_head(
+        self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
+    ) -> TorchEngine:
+        """See :meth:`DecoderEngine.open_draft_head`."""
         weights = self._weights
         assert weights is not None
         tensors = CheckpointTensors(checkpoint, self._dtype, self._device.torch_device, self.memory)
         is_packed = packed_weights_are_supported(self._dtype, self.memory)
-        known = {embedding_name(checkpoint.config): weights.embedding, HEAD: weights.head}
+        of_model = {embedding_name(checkpoint.config): weights.embedding, HEAD: weights.head}
+        known = {name: of_model[name] for name in shared_tensors(checkpoint.config)}
 
         def load(name: str) -> torch.Tensor:
             found = known.get(name)
@@ -185,9 +190,14 @@ class TorchEngine(DecoderEngine):
                 return None if isinstance(found, torch.Tensor) else found
             return tensors.load_packed(name, rows) if is_packed else None
 
-        model = replace(checkpoint.config, tie_word_embeddings=self._config.tie_word_embeddings)
         return TorchEngine(
-            model, load, load_packed, kv=kv, max_prefill_length=max_prefill_length, memory=self.memory, has_hidden_states=True
+            replace(checkpoint.config, tie_word_embeddings=False),  # `load` returns the head, tied or not
+            load,
+            load_packed,
+            kv=kv,
+            max_prefill_length=max_prefill_length,
+            memory=self.memory,
+            hidden_layers=hidden_layers,
         )
 
     @property
@@ -255,9 +265,11 @@ class TorchEngine(DecoderEngine):
             operations = self._operations(step, stream)
             slots, width = step.input_ids.shape
             inputs = None if self._hidden_inputs is None else self._hidden_inputs[: slots * width].unflatten(0, (slots, width))
-            normed = decoder_step(self._weights, operations, step.input_ids, self._rows, inputs)
-            if self._hidden_states is not None:
-                self._hidden_states[: slots * width] = normed.flatten(0, 1)
+            states = None if self._hidden_states is None else self._hidden_states[: slots * width].unflatten(0, (slots, width))
+            kept = None if states is None or not self._hidden_layers else KeptLayers(states, self._hidden_layers)
+            normed = decoder_step(self._weights, operations, step.input_ids, self._rows, inputs, kept)
+            if states is not None and kept is None:
+                states[...] = normed
             write_logits(operations.projections, normed, step.last, self._weights.head, step.logits)
             scale_logits(self._config, step.logits)
 

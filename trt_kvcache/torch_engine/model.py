@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,26 +11,46 @@ from trt_kvcache.torch_engine.operations import Operations, normalised, scaled
 from trt_kvcache.torch_engine.weights import TorchWeights
 
 
+@dataclass(frozen=True)
+class KeptLayers:
+    """``rows [A, s, width]``, to be written: the residual stream before each of ``layers``, side by side."""
+
+    rows: torch.Tensor
+    layers: tuple[int, ...]
+
+    def keep(self, hidden: torch.Tensor, index: int) -> None:
+        """Write the residual stream before layer ``index`` to its places."""
+        for place, layer in enumerate(self.layers):
+            if layer == index:
+                self.rows[..., place * hidden.shape[-1] : (place + 1) * hidden.shape[-1]] = hidden
+
+
 def decoder_step(
     weights: TorchWeights,
     operations: Operations,
     input_ids: torch.Tensor,
     rows: torch.Tensor | None = None,
     hidden_inputs: torch.Tensor | None = None,
+    kept: KeptLayers | None = None,
 ) -> torch.Tensor:
     """Return the output ``[A, s, hidden]`` of the final norm for the right-padded ``input_ids`` int32 ``[A, s]``.
 
-    ``rows``: of token ids past the vocabulary. ``hidden_inputs [A, s, hidden]``: of an MTP head.
+    ``rows``: of token ids past the vocabulary. ``hidden_inputs [A, s, width]``: of a draft head.
     """
     hidden = embedded(weights, input_ids) if rows is None else embedded_with(rows, weights, input_ids)
+    mixer_input: torch.Tensor | None = None
     if hidden_inputs is not None:
         assert weights.merge is not None
-        hidden = weights.merge(hidden, hidden_inputs)
+        hidden, mixer_input = weights.merge(hidden, hidden_inputs)
     if weights.per_layer is not None:
         operations = replace(operations, per_layer_inputs=weights.per_layer.inputs(input_ids, hidden, operations))
-    normed = normalised(hidden, weights.blocks[0].norm)
+    normed = normalised(hidden, weights.blocks[0].norm) if mixer_input is None else mixer_input
+    layer = -1
     next_norms = [*((block.norm, block.shares_input) for block in weights.blocks[1:]), (weights.final_norm, False)]
     for block, (next_norm, is_shared) in zip(weights.blocks, next_norms, strict=True):
+        if kept is not None and block.layer != layer:
+            layer = block.layer
+            kept.keep(hidden, layer)
         change = block.part(normed, operations)
         summed_norm = next_norm if block.scale is None else None
         hidden, next_normed = operations.elementwise.add_norm(hidden, change, summed_norm, block.output_norm, block.factor)
@@ -38,6 +58,8 @@ def decoder_step(
             hidden = hidden * block.scale
             next_normed = normalised(hidden, next_norm)
         normed = normed if is_shared else next_normed
+    if kept is not None:
+        kept.keep(hidden, layer + 1)
     return normed
 
 

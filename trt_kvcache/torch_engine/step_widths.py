@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trt_kvcache.engine.decoder_profiles import VERIFY_WIDTH
+from trt_kvcache.engine.width_buckets import eighths
 
 #: Up to here every width is one: a draft is verified at its own width, which decides how many logits are copied.
 _LAST_EXACT = 8
@@ -10,15 +11,16 @@ _LAST_EXACT = 8
 #: Up to this number of rows, a product takes the time to read the weights.
 _MEMORY_BOUND = (12, 16, VERIFY_WIDTH, 24, 32, 48, 64)
 
-#: Above these, at most one row in nine is padding.
-_OCTAVES = (64, 128, 256, 512)
-
 #: New tokens of a slot, padding included.
 STEP_WIDTHS: tuple[int, ...] = (
     *range(1, _LAST_EXACT + 1),
     *_MEMORY_BOUND,
-    *(start + start // 8 * part for start in _OCTAVES for part in range(1, 9)),
+    *eighths(64, 128, 256, 512),
 )
+
+#: Of prompts next to requests that decode: their steps differ in the first slot, too, and each is a graph. Few rows take little longer than
+#: the time to read the weights, padded or not.
+COARSE_WIDTHS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024)
 
 #: Wider steps are not captured: there the GPU takes longer than the host.
 MAX_CAPTURED_WIDTH = STEP_WIDTHS[-1]

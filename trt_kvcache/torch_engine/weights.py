@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.checkpoint.decoder_weights import NormWeights, merge_weights
-from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig, RoutedMlpConfig
+from trt_kvcache.model import AttentionConfig, Eagle3InputConfig, ModelConfig, NormConfig, RoutedMlpConfig
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, final_norm_bias_name, final_norm_name
@@ -25,7 +25,7 @@ from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, Stor
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A mixer, an MLP or a per-layer input in the residual stream: ``scale * (x + factor * output_norm(part(norm(x))))``.
+    """A mixer, an MLP or a per-layer input of a layer, in the residual stream: ``scale * (x + factor * output_norm(part(norm(x))))``.
 
     ``scale``: ``[1]``, or None for 1. ``shares_input``: the part has the input of the block before, and the block has no ``norm``.
     """
@@ -36,29 +36,39 @@ class Block:
     factor: float
     shares_input: bool = False
     scale: torch.Tensor | None = None
+    layer: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Input of an MTP head: a linear map of the norms of an embedding and of a hidden state."""
+    """Input of a draft head, of an embedding and of hidden states of the model. ``eagle3``: of an EAGLE-3 head; None for an MTP head."""
 
     embedding_norm: TorchNorm
     hidden_norm: TorchNorm
-    projection: torch.Tensor  # [hidden, 2 * hidden]
+    projection: torch.Tensor  # [hidden, 2 * hidden], or of an EAGLE-3 head [hidden, states_width]
+    eagle3: Eagle3InputConfig | None
 
     @classmethod
     def of(cls, config: ModelConfig, load: LoadTensor) -> Merge | None:
-        """Return the input of an MTP head; None for a model that reads tokens alone."""
+        """Return the input of a draft head; None for a model that reads tokens alone."""
         stored = merge_weights(config, load)
-        if stored is None or config.merge_norm is None:
+        norm = config.merge_norm if config.eagle3_input is None else config.eagle3_input.norm
+        if stored is None or norm is None:
             return None
-        norms = [TorchNorm.of(config.merge_norm, NormWeights(weight, None)) for weight in (stored.embedding_norm, stored.hidden_norm)]
-        return cls(embedding_norm=norms[0], hidden_norm=norms[1], projection=arranged(stored.projection))
+        norms = [TorchNorm.of(norm, NormWeights(weight, None)) for weight in (stored.embedding_norm, stored.hidden_norm)]
+        return cls(embedding_norm=norms[0], hidden_norm=norms[1], projection=arranged(stored.projection), eagle3=config.eagle3_input)
 
-    def __call__(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input ``[A, s, hidden]`` of the layer."""
-        halves = self.embedding_norm(embedding), self.hidden_norm(hidden.to(embedding.dtype))
-        return F.linear(torch.cat(halves, dim=-1), self.projection)
+    def __call__(self, embedding: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the residual stream ``[A, s, hidden]``, and the input of the first mixer where that is not the norm of the stream."""
+        states = states.to(embedding.dtype)
+        if self.eagle3 is None:
+            halves = self.embedding_norm(embedding), self.hidden_norm(states)
+            return F.linear(torch.cat(halves, dim=-1), self.projection), None
+        of_model, of_head = states.tensor_split([self.eagle3.states_width], dim=-1)
+        hidden = F.linear(of_model, self.projection) + of_head  # one of them is zero
+        normed = self.hidden_norm(hidden)
+        mixer_input = torch.cat((self.embedding_norm(embedding), normed), dim=-1)
+        return normed if self.eagle3.adds_normalised else hidden, mixer_input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +128,7 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
         input_norm, shares_input = _norm(layer.input_norm, stored.input_norm), layer.parallel_mixer is not None
         if layer.parallel_mixer is not None:
             part = _mixer(next(recurrent), layer.parallel_mixer, stored)
-            yield Block(norm=input_norm, part=part, output_norm=None, factor=layer.parallel_mixer_multiplier)
+            yield Block(norm=input_norm, part=part, output_norm=None, factor=layer.parallel_mixer_multiplier, layer=index)
         if layer.mixer is not None:
             yield Block(
                 norm=None if shares_input else input_norm,
@@ -127,6 +137,7 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
                 factor=layer.residual_multiplier,
                 shares_input=shares_input,
                 scale=scale if len(parts) == 1 else None,
+                layer=index,
             )
         if layer.mlp is not None:
             norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
@@ -138,11 +149,12 @@ def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> I
                 factor=layer.mlp_factor,
                 shares_input=layer.parallel,
                 scale=scale if layer.per_layer_input is None else None,
+                layer=index,
             )
         if layer.per_layer_input is not None:
             output_norm = _norm(layer.per_layer_input.output_norm, stored.norm("per_layer_norm"))
             gated = PerLayerInput.of(index, layer.per_layer_input, stored)
-            yield Block(norm=None, part=gated, output_norm=output_norm, factor=1.0, scale=scale)
+            yield Block(norm=None, part=gated, output_norm=output_norm, factor=1.0, scale=scale, layer=index)
 
 
 def _mixer(index: int, config: Mixer, stored: StoredWeights) -> Part:

@@ -15,19 +15,20 @@ from trt_kvcache.engine.bound_engine import BoundEngine
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.trt.cuda_graphs import CudaGraphCache
 from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings, stream_handle
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.runtime_cache import RuntimeCache, RuntimeCacheFile, gpu_identity
+from trt_kvcache.trt.width_buckets import WIDTH_BUCKETS
 
 #: Names of profiles whose steps repeat.
 _REPEATED = ("decode", "verify")
 
-#: Most graphs of prefills that are kept: they have more shapes than decode steps, and the wider ones gain less.
-MAX_PREFILL_GRAPHS = 16
+#: Most graphs of prefills that are kept: one for each width of a single slot, in an engine of the default prefill length. Prefills have
+#: more shapes than decode steps, and the wider ones gain less.
+MAX_PREFILL_GRAPHS = 32
 #: Eager runs of a prefill before it gets a graph: TensorRT for RTX compiles kernels of its shape in the meantime, which a graph waits for.
 RUNS_OF_A_PREFILL = 16
 
@@ -73,8 +74,7 @@ class GraphEngine(BoundEngine):
     """Base of the engines that run TensorRT. A decode step, a verification, or a frequent prefill becomes a CUDA graph."""
 
     names: TensorNames
-    # Few of them: TensorRT for RTX compiles kernels for each new shape, and TensorRT tunes to shapes.
-    width_buckets = tuple(1 << exponent for exponent in range(MAX_DIMENSION.bit_length()))
+    width_buckets = WIDTH_BUCKETS
     _bindings: EngineBindings
 
     def __init__(self, memory: Memory, tensorrt: TensorRT, *, network: str, cuda_graphs: bool) -> None:

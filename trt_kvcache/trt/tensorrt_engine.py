@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.engine_folder.v_outputs import v_buffer_nbytes
+from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
 from trt_kvcache.errors import EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.ops.int32_packing import packed_as_int32
@@ -208,13 +209,14 @@ class TensorRTEngine(GraphEngine):
         return cls(load(flavour), plan, memory=memory, names=names, config=None, plan_sha256=digest, cuda_graphs=cuda_graphs)
 
     def _bind_v_outputs(self, v_outputs: Sequence[TensorSpec], *, num_contexts: int, stream: Any) -> None:
-        """Allocate the buffer that all V outputs share, and bind it in every context. Contexts of CUDA graphs copy its address."""
+        """Allocate the memory of all V outputs, and bind it in every context. Contexts of CUDA graphs copy the addresses."""
         if not v_outputs:
             return
-        buffer = self._resources.allocate(v_buffer_nbytes(v_outputs, self.profiles), stream=stream)
-        for context in range(num_contexts):
-            for spec in v_outputs:
-                self._plan.set_tensor_address(context, spec.name, buffer.ptr)
+        sizes = v_output_nbytes(v_outputs, self.profiles)
+        buffer = self._resources.allocate(sum(sizes), stream=stream)
+        for spec, offset in zip(v_outputs, accumulate(sizes, initial=0), strict=False):
+            for context in range(num_contexts):
+                self._plan.set_tensor_address(context, spec.name, buffer.ptr + offset)
 
     def _step(self, active: ProfileBindings) -> Enqueue:
         return partial(_enqueue_plan, self._plan)

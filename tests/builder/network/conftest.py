@@ -10,7 +10,7 @@ import pytest
 
 from tests.builder.network.parts import Part
 from tests.builder.network.resolved import resolved
-from tests.helpers.models import attentions_of, model_of, skip_what_is_not_computed
+from tests.helpers.models import attentions_of, skip_what_is_not_computed
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS
 from trt_kvcache.builder import resolved_options
@@ -23,8 +23,6 @@ from trt_kvcache.trt.module import TensorRT, load
 
 #: The network of every test here: B, S and P all different, and different from the models' sizes.
 MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MAX_PREFILL_LENGTH = 3, 38, 11
-#: Golden models whose attention layers store the K and V that they read, as each plugin layer does.
-PLUGIN_MODELS = [model for model in MODELS if all(mixer.stores_kv for mixer in model_of(model).attention_layers)]
 
 #: Golden models with each variant of TensorRT's own attention that computes them.
 MODELS_AND_ATTENTIONS = [(model, attention) for model in MODELS for attention in attentions_of(model, MAX_SEQUENCE_LENGTH)]

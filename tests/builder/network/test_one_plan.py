@@ -16,7 +16,7 @@ from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.int32_packing import packed_shape
 
-from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, PLUGIN_MODELS
+from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MODELS
 from .interpreter import interpret
 from .plugin_networks import define_with_plugin_layers
 from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, States, assert_near, run, tokens_of
@@ -73,11 +73,31 @@ def of_golden_slot(logits):
     return np.array([step[GOLDEN_SLOT] for step in logits])
 
 
-@pytest.mark.parametrize("model", some(one_of_each_family(PLUGIN_MODELS), 24))
+@pytest.mark.parametrize("model", some(one_of_each_family(MODELS), 24))
 def test_one_plan_computes_the_logits_of_hugging_face(rtx, model):
     """All that is not live is NaN."""
     logits = run(OnePlan(define_with_plugin_layers(rtx, model)), *tokens_of(model))
     assert_near(of_golden_slot(logits), golden_logits(model), GOLDEN_TOLERANCE["float16"])
+
+
+@pytest.mark.parametrize("flavour", ["tensorrt_rtx", "tensorrt"])
+@pytest.mark.parametrize("form", [None, QuantizedKV("int8")])
+def test_layers_that_read_k_and_v_of_another_one_follow_it(rtx, flavour, form):
+    """Each takes the cache as the layer before it leaves it, and k and v of the layer that stores them; the last one has the output."""
+    network = define_with_plugin_layers(rtx, "gemma4-shared", flavour=flavour, v_outputs=flavour == "tensorrt", quantized=form)
+    stores, before = {3: 1, 4: 1, 5: 2}, {3: 1, 4: 3, 5: 2}  # of each layer that reads: the one that stores, the one before it
+    layers = dict(enumerate(network.plugins))
+    shared = [3] if form is None else [3, 5]  # the cache, and its scales
+    for layer, plugin in layers.items():
+        if layer in stores:
+            assert [one.name for one in plugin.inputs[1:3]] == [one.name for one in layers[stores[layer]].inputs[1:3]]
+            assert [plugin.inputs[one].name for one in shared] == [one.name for one in layers[before[layer]].outputs[1:]]
+            assert plugin.inputs[0].name != layers[before[layer]].inputs[0].name
+    for index, layer in enumerate((0, 4, 5)):
+        names = [*DEFAULT_NAMES.combined_pair(index)[1:], *DEFAULT_NAMES.scales_pair(index)[1:]]
+        assert [one.name for one in layers[layer].outputs[1:]] == names[: len(shared)]
+    v_outputs = [spec.name for spec in network.definition.tensors if spec.name.startswith("v_")]
+    assert v_outputs == (["v_0", "v_1", "v_2"] if flavour == "tensorrt" else [])
 
 
 @pytest.mark.parametrize("kv_dtype", list(QUANTIZED_TOLERANCE))
@@ -120,7 +140,7 @@ def test_it_builds_into_one_plan_that_names_the_plugin(rtx, model):
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"logits": 7}, {"quantized": QuantizedKV("int8")}, {"quantized": QuantizedKV("fp8")}], ids=str
 )
-@pytest.mark.parametrize("model", PLUGIN_MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_every_family_builds(rtx, model, options):
     if "quantized" in options and any(mixer.head_dim % 16 for mixer in model_of(model).attention_layers):
         pytest.skip("rows of K and V in 8 bits are a multiple of 16 bytes")

@@ -18,7 +18,7 @@ from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decod
 from trt_kvcache.ops.custom_op import run_on_host
 from trt_kvcache.ops.segments import Segment
 
-from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, PLUGIN_MODELS, SIZES, declared, recording
+from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MODELS, SIZES, declared, recording
 from .interpreter import interpret
 from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, States, assert_near, run, runners, tokens_of
 
@@ -78,7 +78,7 @@ class Segments:
         return known["logits"]
 
 
-@pytest.mark.parametrize(("model", "dtype"), each_once(some(one_of_each_family(PLUGIN_MODELS), 8), ("float32", "float16")))
+@pytest.mark.parametrize(("model", "dtype"), each_once(some(one_of_each_family(MODELS), 8), ("float32", "float16")))
 def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rtx, define, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for cache in segments.combined:

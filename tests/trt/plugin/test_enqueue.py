@@ -58,6 +58,20 @@ def test_the_launches_are_those_of_attend(memory, stream, name):
         assert bound.tensors[one].numpy().tobytes() == other.tensors[one].numpy().tobytes()
 
 
+@pytest.mark.parametrize("name", _KINDS)
+def test_another_layer_may_append_the_same_rows_again(memory, stream, name):
+    """A layer that reads K and V of another one does, with queries of its own, and another number of them."""
+    stored = Bound(_CASES[name], memory, stream)
+    reader = Bound(replace(_CASES[name], group=2 * _CASES[name].group), memory, stream)
+    shared = stored.tensors.keys() - {"q"}
+    reader.tensors |= {one: stored.tensors[one] for one in shared}
+    reader.host |= {one: stored.host[one] for one in shared}
+    stored.enqueue()
+    reader.enqueue()
+    stored.check(_CASES[name].dtype)
+    reader.check(_CASES[name].dtype)
+
+
 def test_shapes_and_addresses_may_change_between_steps(memory, stream):
     """A plugin that has run is told of other shapes, and is handed other addresses without being told."""
     first, second = (Bound(_CASES["groups"], memory, stream) for _ in range(2))

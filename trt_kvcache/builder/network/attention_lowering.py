@@ -65,7 +65,8 @@ class AttentionLowering(Protocol):
         layer : int
             Index of the layer.
         qkv : sequence of ITensor [B, s, heads, D]
-            q, k and v after their norms, in the dtype of the model: before RoPE, unless it is applied before the norms.
+            q, k and v after their norms, in the dtype of the model: before RoPE, unless it is applied before the norms. Only q, if the
+            layer reads K and V of another one.
         kept : mapping of str to ITensor [B, s, ...]
             Tensors that are needed after the attention, by the names of tensors between segments.
 
@@ -103,6 +104,12 @@ class PluginLayerLowering:
         self._positions: Any = None
         self._query_factors: dict[QueryScaling, Any] = {}
         self._rope_tables: dict[RopeKind, RopeTables] = {}
+        # Of each layer that stores K and V: its k and v, its cache and scales as they are after the layers so far, and its last user.
+        # Each user gets these, and so appends the same rows again, at the same place: a plugin layer cannot read without appending.
+        self._new: dict[int, Sequence[Any]] = {}
+        self._kv: dict[int, list[Any]] = {}
+        users = zip(model.attention_indices, model.attention_layers, strict=True)
+        self._last_user = {layer if mixer.kv_source_layer is None else mixer.kv_source_layer: layer for layer, mixer in users}
 
     def query_factors(self, graph: Graph, scaling: QueryScaling, hidden: Any) -> Any:
         """See :class:`AttentionLowering`."""
@@ -125,17 +132,23 @@ class PluginLayerLowering:
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
-        if self._v_outputs:
-            *_, v = qkv
-            graph.output(v, v_output_name(layer))
-        node = self._layers.attention[layer]
-        cache, *scales = [graph.input(spec.name, spec.dtype, spec.shape) for spec in node.past]
-        kind = rope_kind(self._model.layers[layer].attention.after_norms)
+        node, mixer = self._layers.attention[layer], self._model.layers[layer].attention
+        q, *new = qkv
+        source = layer if mixer.kv_source_layer is None else mixer.kv_source_layer
+        if source == layer:
+            self._new[layer] = new
+            self._kv[layer] = [graph.input(spec.name, spec.dtype, spec.shape) for spec in node.past]
+            if self._v_outputs:
+                graph.output(new[-1], v_output_name(layer))
+        cache, *scales = self._kv[source]
+        kind = rope_kind(mixer.after_norms)
         angles = [] if kind is None else [self._cos_sin[kind]]
-        plugin_layer = self._layers.layers.add(node.layer, [*qkv, cache, self._start_index, *scales, *angles])
+        plugin_layer = self._layers.layers.add(node.layer, [q, *self._new[source], cache, self._start_index, *scales, *angles])
         attended = graph.result(plugin_layer)
-        for position, spec in enumerate(node.present, 1):
-            graph.output(plugin_layer.get_output(position), spec.name)
+        for index, spec in enumerate(node.present):
+            self._kv[source][index] = plugin_layer.get_output(1 + index)
+            if self._last_user[source] == layer:
+                graph.output(self._kv[source][index], spec.name)
         return attended, kept
 
 
@@ -168,7 +181,7 @@ class SegmentCutLowering:
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
         *qkv_names, attended_name = attention_tensor_names(layer)
-        for tensor, name in zip(qkv, qkv_names, strict=True):
+        for tensor, name in zip(qkv, qkv_names, strict=False):  # q alone, if the layer reads K and V of another one
             graph.output(tensor, name)
         shapes = {}
         for name, tensor in kept.items():

@@ -89,6 +89,11 @@ MERGED_EMBEDDING_NORM = "mtp.pre_fc_norm_embedding.weight"
 MERGED_HIDDEN_NORM = "mtp.pre_fc_norm_hidden.weight"
 MERGE_PROJECTION = "mtp.fc.weight"
 
+#: The same of an EAGLE-3 head, of which the linear map merges several hidden states.
+EAGLE3_EMBEDDING_NORM = "model.layers.0.input_layernorm.weight"
+EAGLE3_HIDDEN_NORM = "model.layers.0.hidden_norm.weight"
+EAGLE3_PROJECTION = "fc.weight"
+
 #: Prefix of the layers and the final norm of a model whose MTP head is read.
 _OF_MODEL = "(model)."
 

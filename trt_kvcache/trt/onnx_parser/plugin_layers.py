@@ -11,6 +11,7 @@
   real tensors. A placeholder cannot be a network input: removing one breaks shape inference.
 - The network points at memory of the parser, so the parser must live as long as the network.
 - The builder wants ``PreviewFeature.ALIASED_PLUGIN_IO_10_03`` for outputs that share memory with inputs: see ``allow_aliasing``.
+- ``BuilderFlag.REQUIRE_USER_ALLOCATION``, which every build sets: without it TensorRT may allocate in an enqueue, which a capture refuses.
 """
 
 from __future__ import annotations

@@ -1,0 +1,56 @@
+"""Hidden states and EAGLE-3 heads with the kernels, on the emulated device, some of which overwrite the residual stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.helpers.assertions import assert_close
+from tests.helpers.eagle3 import write_ring_head, write_ring_model
+from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
+from tests.helpers.mtp import ring_prompts
+from tests.helpers.sessions import by_prompt
+from tests.simt.standin import needs_standin
+from tests.torch_engine.needs_torch import need_torch
+
+need_torch()
+
+from tests.torch_engine.test_kernels import SIZES, calls  # noqa: E402, F401
+from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine, SamplingParams  # noqa: E402
+from trt_kvcache.engine.decoder_cache import cache_config  # noqa: E402
+from trt_kvcache.session import open_model as opening  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine  # noqa: E402
+
+pytestmark = [needs_standin, pytest.mark.device]
+
+
+def test_hidden_states_of_all_layers_are_those_of_numpy(memory, calls):  # noqa: F811
+    checkpoint, found = RandomCheckpoint(mixed_model(64, 128, 256, 64)), []
+    kv = cache_config(checkpoint.config, **SIZES, dtype="float16")
+    options = {"kv": kv, "max_prefill_length": 7, "hidden_layers": (5, 0, 1, 4, 2, 3)}
+    for opens, place in ((TorchEngine.open, memory), (ReferenceEngine, HostMemory())):
+        with InferenceSession(opens(checkpoint, **options, memory=place), KVCacheManager(kv, memory=place)) as session:
+            session.prefill([[*range(11)], [3, 4]])
+            session.decode([5, 6])
+            states = session._runner.hidden_states
+            found.append(np.concatenate([states[0][:12], states[1][:3]]))
+    assert calls["add_rms_norm"] > 0
+    for ours, expected in zip(*(np.split(one, 6, -1) for one in found), strict=True):
+        assert_close(ours, expected, 2e-2)
+
+
+def test_a_head_that_is_right_is_accepted(memory, calls, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(opening, "_torch_memory", lambda options: memory)
+    model = write_ring_model(tmp_path / "model", hidden_size=64, head_dim=64)
+    head = write_ring_head(tmp_path / "head", model, head_dim=64)
+    options = {"dtype": "float16", "max_batch_size": 2, "max_sequence_length": 24}
+    prompts, params = ring_prompts(2), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    with InferenceSession.from_model(model, engine="numpy", **options) as plain:
+        expected = by_prompt(plain.generate(prompts, params))
+    with InferenceSession.from_model(model, engine="torch", draft=head, **options) as session:
+        assert session.cache.memory is memory
+        assert by_prompt(session.generate(prompts, params)) == expected
+        assert session.statistics.draft_tokens > 10
+        assert session.statistics.acceptance_rate == 1
+    assert calls["attend"] > 0
+    assert calls["linear"] > 0
