@@ -228,11 +228,9 @@ class SessionThread:
         return deliveries, error is None
 
     def _deliver(self) -> None:
-        """Pass the tokens of the last step on to the event loop.
-
-        The session calls it when it has enqueued the next step and waits for the device: the event loop then does not hold the GIL
-        while the step is launched.
-        """
+        """Pass the tokens of the last step on to the event loop."""
+        # The session calls it when it has enqueued the next step and waits for the device. So the event loop does not hold the GIL while
+        # that step is launched.
         if self._deliveries:
             deliveries, self._deliveries = self._deliveries, []
             self._call_in_loop(_call_all, deliveries)
