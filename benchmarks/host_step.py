@@ -7,8 +7,8 @@ the logits. Nothing is sampled. The cache is in host memory, where copies are do
 is left is bookkeeping. The layer counts take turns, so that a machine that changes its pace does not favour one.
 
 Then the loop of ``session.generate``, which chooses tokens too: how long the host takes from one enqueue to the next, and how much of that
-lies after the tokens of a step are there. On a device it must be nothing: the next step was enqueued before. There, choosing is the work
-of a kernel, which does nothing here, as the engine does; the launches of a GPU come on top.
+time comes after the tokens of a step have arrived. On a device it must be nothing: the next step was enqueued before. There, choosing is
+the work of a kernel, which does nothing here, as the engine does; the launches of a GPU come on top.
 """
 
 import argparse

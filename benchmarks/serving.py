@@ -3,7 +3,7 @@
     python benchmarks/serving.py [--quick] [--rounds 5] [--out FILE]
 
 Both answer the same prompts with the same greedy tokens, 32 at once and one at a time, in turns. The session runs the NumPy engine on a
-model with random weights and one BLAS thread, so that a core is left for the event loop, as the host has one beside a GPU. Clients are
+model with random weights and one BLAS thread, so that a core is left for the event loop, as when a GPU runs the model. Clients are
 sockets of another process, which reads events. Tokens are compared first.
 """
 

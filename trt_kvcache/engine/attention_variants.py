@@ -8,6 +8,8 @@ mask     10.15: KVCacheUpdate      1.4   SEPARATE the same
 plugin   10.3: aliased plugin I/O  1.4   COMBINED ``kv_cache`` in, ``present_kv_cache`` out
 ======== ========================= ===== ======== ==================================================================
 
+A build refuses native with full TensorRT 11.0 to 11.2, because of a defect: see :mod:`trt_kvcache.builder.attention_choice`.
+
 In TensorRT for RTX the plugin variant is one plan with plugin layers (built with 1.7 only), or segments. TensorRT's attention layer has no
 window and no soft cap: see :func:`why_not_native`.
 """
