@@ -607,6 +607,7 @@ _FILES = {
     "attention_quantized_prefill": _attention_quantized_prefill,
     "linear": _linear,
     "packed_linear": _packed_linear,
+    "packed_linear_fp4": _packed_linear,
     "packed_linear_k": _packed_linear,
     "experts": _experts,
     "experts_packed": _experts,
