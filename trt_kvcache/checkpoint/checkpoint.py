@@ -210,7 +210,7 @@ class Checkpoint:
         -------
         Checkpoint
             A model of one layer: ``midlayer`` is ``model.layers.0``. Its :attr:`ModelConfig.eagle3_input` says whether embedding and
-            head are in the folder; :attr:`draft_tokens` are the token ids of its logits.
+            head are in the folder; ``draft_tokens`` are the token ids of its logits.
 
         Raises
         ------
