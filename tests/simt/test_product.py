@@ -1167,8 +1167,8 @@ MISTAKES = {
         PACKED_EXPERT_TESTS,
         "nan",
     ),
-    "FP4 without signs": (PACKED_VALUES, "(high & kSigns) | ", "", "none", PACKED_EXPERT_TESTS, "test_every_value"),
-    "FP4 that is too small": (PACKED_VALUES, "0x7E807E80", "0x7E007E00", "none", PACKED_EXPERT_TESTS, "test_every_value"),
+    "FP4 without signs": (PACKED_VALUES, "(high & kSigns) | ", "", "none", PACKED_EXPERT_TESTS, "test_products_into_experts"),
+    "FP4 that is too small": (PACKED_VALUES, "0x7E807E80", "0x7E007E00", "none", PACKED_EXPERT_TESTS, "test_products_into_experts"),
     "the smallest exponent as zero": (PACKED_VALUES, ": 0x00400000", ": 0", "none", PACKED_EXPERT_TESTS, "test_every_value"),
     "the exponent of the first row for both": (
         PACKED_VALUES,
