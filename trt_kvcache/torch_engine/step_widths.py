@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trt_kvcache.engine.close_widths import eighths
 from trt_kvcache.engine.decoder_profiles import VERIFY_WIDTH
-from trt_kvcache.engine.width_buckets import eighths
 
 #: Up to here every width is one: a draft is verified at its own width, which decides how many logits are copied.
 _LAST_EXACT = 8

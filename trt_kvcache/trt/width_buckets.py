@@ -5,7 +5,7 @@ weights, as it does, by its operations and bytes, up to 100 to 300 rows: with po
 of 65 to 256 tokens would run as two or three enqueues, in up to twice the time. This is an estimate; no engine has run on a GPU.
 """
 
-from trt_kvcache.engine.width_buckets import eighths
+from trt_kvcache.engine.close_widths import eighths
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 #: Up to here, all of an enqueue may be padding but one row.
