@@ -221,3 +221,9 @@ def test_a_link_to_the_model_does_not_replace_it(folder: EngineFolder, tmp_path:
     (tmp_path / "link").symlink_to(folder.path)
     with pytest.raises(ConfigError, match="is in it and would be replaced"):
         check_target(tmp_path / "link", folder.path)
+
+
+@pytest.mark.parametrize("path", ["\u00e9" * 5000, "no\0path"], ids=["too long", "with a zero"])
+def test_a_checkpoint_at_a_path_that_no_system_takes_is_gone(folder: EngineFolder, path: str) -> None:
+    edit(folder, lambda data: data["checkpoint"].update(path=path))
+    assert EngineFolder.open(folder.path).find_checkpoint() is None

@@ -115,13 +115,13 @@ class EngineFolder:
 
     def find_checkpoint(self) -> Path | None:
         """Return the folder of the checkpoint: the embedded copy, else the original, or None if that is gone too."""
-        return next((place for place in (self.checkpoint_path, Path(self.config.checkpoint.path)) if place.exists()), None)
+        return _first_of(self.checkpoint_path, Path(self.config.checkpoint.path))
 
     def find_adapter(self) -> Path | None:
         """Return the folder of the merged adapter: the embedded copy, else the original, or None if that is gone or none was merged."""
         recorded = self.config.checkpoint.adapter
         places = (self.path / ADAPTER_FOLDER, Path(recorded)) if recorded else ()
-        return next((place for place in places if place.exists()), None)
+        return _first_of(*places)
 
     @property
     def has_checkpoint(self) -> bool:
@@ -156,6 +156,11 @@ class EngineFolder:
             checkpoint.close()
             raise
         return checkpoint
+
+
+def _first_of(*places: Path) -> Path | None:
+    """Return the first path that exists. One that no system takes, of a damaged file, does not: ``Path.exists`` would raise."""
+    return next((place for place in places if os.path.exists(place)), None)
 
 
 def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
