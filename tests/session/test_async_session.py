@@ -157,6 +157,39 @@ def test_tokens_of_a_device_are_delivered_when_the_next_step_is_enqueued(place, 
         assert happened == ["enqueue", *["enqueue", "deliver"] * 3, "deliver"]
 
 
+def test_a_thread_that_dies_delivers_the_last_tokens_of_requests_that_have_ended(monkeypatch):
+    class Death(BaseException):
+        pass
+
+    session, go, running = make(slots=2), threading.Event(), []
+    enqueue = session.engine.enqueue
+
+    def dies(stream):
+        go.wait(20)
+        running.append(len(session.running_requests))
+        if running[-1] == 1 and 2 in running:  # the short request has left its slot
+            raise Death
+        enqueue(stream)
+
+    monkeypatch.setattr(session.engine, "enqueue", dies)
+
+    async def main():
+        served = AsyncSession(session)
+        await served.start()
+        long = await served.submit([3], max_new_tokens=9)
+        submitted = asyncio.create_task(served.submit([1, 2], max_new_tokens=3))
+        await asyncio.sleep(0)  # the command is in the queue
+        go.set()
+        short = await submitted
+        assert (await asyncio.wait_for(short.wait(), 20)).tokens == tuple(continuation([1, 2], 3))
+        with pytest.raises(Death):
+            await asyncio.wait_for(long.wait(), 20)
+        with pytest.raises(Death):
+            await served.close()
+
+    run(main)
+
+
 def test_other_tasks_run_meanwhile():
     release = threading.Event()
 

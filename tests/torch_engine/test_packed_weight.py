@@ -415,7 +415,7 @@ class TestNvfp4:
         assert joined([packed_weight(nvfp4(), "bfloat16"), packed_weight(other, "bfloat16")]) is None
 
     def test_a_scale_is_as_large_as_the_dtype_allows(self):
-        """What float16 cannot hold is not packed."""
+        """Values outside the range of float16 are dequantized."""
         large = with_scales(nvfp4(), factor=float(np.float32(3.85 / 448)))
         check_values(packed_weight(large, "float16"), large.dequantized("float16"))
 

@@ -178,10 +178,10 @@ class SessionThread:
                 if _waits_for_a_device(session):
                     session._runner.before_wait = self._deliver
                 self._serve(session)
-                self._deliver()
         except BaseException as raised:  # noqa: BLE001 - start() or close() raises it
             error = raised
         with suppress(RuntimeError):  # the event loop has ended, and so has everyone who waits
+            self._deliver()  # requests that have ended are not among those that _finish ends
             self._call_in_loop(self._finish, opened, error)
 
     def _serve(self, session: InferenceSession) -> None:
