@@ -16,14 +16,14 @@ Float32 = npt.NDArray[np.float32]
 
 
 class HiddenStates:
-    """float32 rows by slot and position in host memory. As in the cache, rows past the length of a slot are never read."""
+    """float32 rows by slot and position in host memory, of rows of any dtype. As in the cache, none past a slot's length is read."""
 
     def __init__(self, rows: StepRows, cache: Cache) -> None:
         _, hidden_size = rows.shape
         self._step = rows
         # Pages of zeros take no memory before they are written.
         self._table = np.zeros((cache.max_batch_size, cache.lengths.max_sequence_length, hidden_size), np.float32)
-        self._staging = rows.memory.staging(rows.shape, "float32")
+        self._staging = rows.memory.staging(rows.shape, rows.dtype)
 
     @classmethod
     def of(cls, rows: StepRows | None, cache: Cache) -> HiddenStates | None:
@@ -63,6 +63,6 @@ class HiddenStates:
         for new, rows in moves:
             self._table[new, : len(rows)] = rows
 
-    def _staged(self, chunk: Chunk) -> Float32:
-        found: Float32 = self._staging[: chunk.count * chunk.width].reshape(chunk.count, chunk.width, -1)
+    def _staged(self, chunk: Chunk) -> npt.NDArray[Any]:
+        found: npt.NDArray[Any] = self._staging[: chunk.count * chunk.width].reshape(chunk.count, chunk.width, -1)
         return found

@@ -70,9 +70,9 @@ class Runner:
             max_logits_per_slot=self.plan.max_logits_per_slot,
             has_states=self.has_states,
         )
-        #: Output of the final norm for each token in the cache; None if the engine was opened without hidden states.
+        #: Hidden states for each token in the cache, such as outputs of the final norm; None if the engine was opened without.
         self.hidden_states = HiddenStates.of(getattr(engine, "hidden_states", None), cache)
-        #: Hidden states that an MTP head reads beside its tokens.
+        #: Hidden states that a draft head reads beside its tokens.
         self.hidden_inputs = HiddenStates.of(getattr(engine, "hidden_inputs", None), cache)
 
     # --- current slots ---
