@@ -138,7 +138,7 @@ class CheckedHead:
         drafter = drafter_of(session)
         append = drafter._batch.append
         self.watched, self._oracle = Watched(drafter), HeadInFloat64(head, model)
-        self._model, self._layers = model, session.engine._hidden_layers  # type: ignore[attr-defined]
+        self._model, self._layers = model, tuple(self._oracle.config.get("eagle_aux_hidden_state_layer_ids", (2, 3, 4)))
         self.logits: list[np.ndarray[Any, Any]] = []
         monkeypatch.setattr(drafter._batch, "append", lambda rows: self.logits.append(append(rows)) or self.logits[-1])
 
