@@ -64,6 +64,8 @@ PROMPT, TOKENS, RUNS = 1024, 128, 3
 class RightAtARate:
     """Lets a drafter generate its drafts, and proposes as many tokens that are right with a known probability."""
 
+    takes_device_states = True
+
     def __init__(self, drafter: Drafter, rate: float, length: int) -> None:
         self._drafter, self._rate, self._length, self._random = drafter, rate, length, Random(1)
         self.seconds: list[float] = []

@@ -84,12 +84,15 @@ def write_head(
     scale: float = 0.3,
     tokens: Sequence[int] = range(3, 40),
     embedding: bool = False,
+    num_states: int = 3,
     **changes: Any,
 ) -> Path:
     """Write a head of random weights for a model, which proposes these token ids, with or without an embedding; return its folder."""
     config = head_config(model, len(tokens), **changes)
     random = np.random.default_rng(seed)
-    shapes = head_shapes(config) | ({"embed_tokens.weight": (config["vocab_size"], config["hidden_size"])} if embedding else {})
+    shapes = head_shapes(config, num_states=num_states) | (
+        {"embed_tokens.weight": (config["vocab_size"], config["hidden_size"])} if embedding else {}
+    )
     weights = {name: (random.standard_normal(shape) * scale + ("norm" in name)).astype(np.float32) for name, shape in shapes.items()}
     return _save(folder, config, weights | token_maps(tokens, config["vocab_size"]))
 

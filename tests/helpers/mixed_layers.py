@@ -111,6 +111,7 @@ class RandomCheckpoint:
     """A stand-in for a checkpoint, with random weights, which are equal for equal shapes and an equal quantization scheme."""
 
     path = Path("random")
+    draft_tokens = None
 
     def __init__(self, config: ModelConfig, scheme: str | None = None) -> None:
         self.config, self._scheme = config, scheme

@@ -14,6 +14,7 @@ from tests.helpers.recording import cache_rows, kv_config, logits_after, recorde
 from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.generation.device_sampler import DeviceSampler
+from trt_kvcache.session.hidden_states import downloaded
 
 MAX_SEQUENCE_LENGTH = 16
 
@@ -118,12 +119,17 @@ def ahead(session: InferenceSession) -> InferenceSession:
     return session
 
 
-def drafts_on_device(session: InferenceSession) -> InferenceSession:
-    """Let the drafter of a session choose its tokens where the logits are, if it is a model that can, and return the session."""
-    steps = getattr(session._drafter, "_steps", None)
-    if steps is not None and steps.can_be_on_device:
-        steps.on_device = True
+def always_drafting(session: InferenceSession) -> InferenceSession:
+    """Have the steps of a session verify drafts whether they pay or not, and return it."""
+    session._decode_steps._pace = None
     return session
+
+
+def hidden_rows(session: InferenceSession, slot: int, count: int) -> Any:
+    """Return the hidden states of the first tokens of a slot, as float32."""
+    states = session._runner.hidden_states
+    assert states is not None
+    return downloaded(states.rows(slot, 0, count))
 
 
 def draft_logits(drafter: Any, monkeypatch: pytest.MonkeyPatch, *, change: float = 1.0) -> list[Any]:

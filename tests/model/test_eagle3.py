@@ -40,7 +40,7 @@ def test_a_published_head() -> None:
     head = read_eagle3_config(PUBLISHED)
     assert head.eagle3_input == Eagle3InputConfig(norm=NormConfig(epsilon=1e-5), state_size=4096, num_logits=32000)
     assert head.eagle3_input.layers_of(32) == (2, 16, 29)
-    assert (head.vocab_size, head.num_logits, head.hidden_inputs_width) == (128256, 32000, 4 * 4096)
+    assert (head.vocab_size, head.num_logits, head.hidden_inputs_width) == (128256, 32000, 4096)
     shapes = tensor_shapes(head)
     assert shapes["fc.weight"] == (4096, 3 * 4096)
     assert shapes[HEAD] == (32000, 4096)

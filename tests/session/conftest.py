@@ -12,6 +12,7 @@ from tests.helpers.models import write_model
 from tests.helpers.sessions import make
 from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import InferenceSession
+from trt_kvcache.session.draft_steps import DraftSteps
 
 
 @pytest.fixture
@@ -39,3 +40,16 @@ def opened(reference_model: Path) -> Iterator[Callable[..., InferenceSession]]:
     yield open_one
     for session in sessions:
         session.close()
+
+
+@pytest.fixture(params=["host", "device"])
+def choice_of_drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models for drafts choose their tokens on the host, or where the logits are."""
+    init = DraftSteps.__init__
+
+    def init_on_device(self: DraftSteps, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        self.on_device = self.can_be_on_device
+
+    if request.param == "device":
+        monkeypatch.setattr(DraftSteps, "__init__", init_on_device)

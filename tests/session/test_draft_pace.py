@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from trt_kvcache.session.draft_pace import DraftPace
@@ -36,7 +38,7 @@ def test_drafts_that_do_not_pay_are_tried_less_and_less(drafted, tokens, running
     assert 8 <= sum(found) <= 40
     assert steps.now < 3000 * 1.03 + 10
     tried = [place for place in range(1, 3000) if found[place] and not found[place - 1]]
-    assert [later - earlier for earlier, later in zip(tried, tried[1:], strict=False)][:4] == [36, 68, 132, 260]
+    assert [later - earlier for earlier, later in pairwise(tried)][:4] == [36, 68, 132, 260]
 
 
 def test_a_text_that_becomes_easier_has_drafts_again():

@@ -17,13 +17,17 @@ from tests.helpers.assertions import assert_close
 from tests.helpers.eagle3 import NUM_LAYERS, HeadInFloat64, ring_tokens, write_head, write_model, write_ring_head, write_ring_model
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.mtp import ring_prompts
-from tests.helpers.sessions import ahead, by_prompt, draft_logits, drafts_on_device, drain
+from tests.helpers.sessions import ahead, by_prompt, draft_logits, drain, hidden_rows
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS
 from tests.session.test_mtp_drafter import PROMPTS, Open, Watched, drafter_of, params, random_program
 from trt_kvcache import Checkpoint, InferenceSession, SamplingParams
-from trt_kvcache.errors import CheckpointError, ConfigError
+from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.decoder_engine import DecoderEngine
+from trt_kvcache.engine.step_rows import HiddenLayers, ReducedLayers
+from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
 from trt_kvcache.generation.drafting import Drafting
+from trt_kvcache.session import open_model as opening
 
 HIDDEN = 32
 
@@ -48,13 +52,13 @@ def ring_head(tmp_path_factory: pytest.TempPathFactory, ring: Path) -> Path:
     return write_ring_head(tmp_path_factory.mktemp("models") / "ring_head", ring)
 
 
-@pytest.fixture(params=["host", "device"])
-def opens(request: pytest.FixtureRequest, folder: Path) -> Iterator[Open]:
+@pytest.fixture
+def opens(folder: Path) -> Iterator[Open]:
     sessions: list[InferenceSession] = []
 
     def open_one(draft: Any, model: Path = folder, **options: Any) -> InferenceSession:
         sessions.append(InferenceSession.from_model(model, **{**OPTIONS, "max_batch_size": 3, "draft": draft, **options}))
-        return drafts_on_device(sessions[-1]) if request.param == "device" else sessions[-1]
+        return sessions[-1]
 
     yield open_one
     for session in sessions:
@@ -72,32 +76,53 @@ def shortened(model: Path, folder: Path, layers: int) -> Path:
     return folder
 
 
+def with_layers(model: Path, layers: HiddenLayers, **options: Any) -> InferenceSession:
+    """Open a model without a head, in an engine that returns hidden states: of a tuple of layers, side by side."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "hidden_layers_for", lambda draft, config: layers)
+        return InferenceSession.from_model(model, **{**OPTIONS, **options})
+
+
+def states_of(session: InferenceSession, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return the hidden states that a session has of tokens."""
+    session.prefill([tokens])
+    return hidden_rows(session, 0, len(tokens))
+
+
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
         ({}, (2, 3, 4)),
         ({"eagle_aux_hidden_state_layer_ids": [6, 1, NUM_LAYERS]}, (6, 1, NUM_LAYERS)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}}, (1, 3, NUM_LAYERS)),
+        ({"eagle_aux_hidden_state_layer_ids": [5, 1], "hidden_size": 24, "target_hidden_size": HIDDEN, "embedding": True}, (5, 1)),
     ],
     ids=str,
 )
-def test_hidden_states_are_those_before_the_layers(
+def test_hidden_states_are_those_before_the_layers_reduced(
     opens: Open, folder: Path, tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a queue whose slots move, with drafts that are accepted in part."""
     monkeypatch.setattr(Drafting, "length", lambda self, count: 2)
-    session = opens(write_head(tmp_path / "head", folder, **changes))
+    head = write_head(tmp_path / "head", folder, num_states=len(layers), **changes)
+    session, oracle = opens(head), HeadInFloat64(head, folder)
     watched = Watched(drafter_of(session))
     for prompt, one, count in zip(PROMPTS, params(), (3, 20, 5, 9, 20), strict=True):
         session.submit(prompt, SamplingParams(**{**vars(one), "max_new_tokens": count}), draft=watched)
     drain(session)
     assert len(watched.seen) > 12
+    with with_layers(folder, layers) as plain:
+        of_layers = [states_of(plain, tokens[:-1]) for tokens, _, _ in watched.seen[::5]]
+    for (tokens, states, _), unreduced in zip(watched.seen[::5], of_layers, strict=True):
+        assert states.dtype == np.float32
+        assert states.shape == (len(tokens) - 1, changes.get("hidden_size", HIDDEN))
+        assert_close(states, oracle.reduced(unreduced))
     weights = load_file(folder / "model.safetensors")
     for place, layer in enumerate(layers):
         with InferenceSession.from_model(shortened(folder, tmp_path / f"{layer}", layer), **OPTIONS) as plain:
-            for tokens, states, _ in watched.seen[::5]:
-                assert states.shape == (len(tokens) - 1, 3 * HIDDEN)
-                hidden = states[:, place * HIDDEN : (place + 1) * HIDDEN].astype(np.float64)
+            for (tokens, _, _), unreduced in zip(watched.seen[::5], of_layers, strict=True):
+                assert unreduced.shape == (len(tokens) - 1, len(layers) * HIDDEN)
+                hidden = unreduced[:, place * HIDDEN : (place + 1) * HIDDEN].astype(np.float64)
                 normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-5) * weights["model.norm.weight"]
                 logits = [plain.prefill([tokens[:1]])] + [plain.append([[token]]) for token in tokens[1:-1]]
                 assert_close(normed @ weights["lm_head.weight"].T, np.concatenate(logits))
@@ -110,19 +135,26 @@ class CheckedHead:
         monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
         drafter = drafter_of(session)
         self.watched, self._oracle = Watched(drafter), HeadInFloat64(head, model)
+        self._model, self._layers = model, tuple(self._oracle.config.get("eagle_aux_hidden_state_layer_ids", (2, 3, 4)))
         self.logits = draft_logits(drafter, monkeypatch)
 
     def check(self) -> None:
         found = iter(self.logits)
         for tokens, states, draft in self.watched.seen:
-            hidden, pairs = self._oracle.reduced(states), tokens[len(tokens) - len(states) :]
+            hidden, pairs = self._reduced(tokens, len(states)), tokens[len(tokens) - len(states) :]
             for token in draft:
                 after, expected = self._oracle(pairs, hidden)
-                assert_close(next(found)[0], expected[-1])
+                logits = next(found)[0]
+                assert_close(logits[self._oracle.tokens], expected[-1])
+                assert np.isneginf(np.delete(logits, self._oracle.tokens)).all()
                 assert token in self._oracle.tokens
                 hidden, pairs = np.concatenate([hidden, after[-1:]]), [*pairs, token]
         assert len(self.logits) > 30
         assert next(found, None) is None
+
+    def _reduced(self, tokens: list[int], count: int) -> np.ndarray[Any, Any]:
+        with with_layers(self._model, self._layers) as plain:
+            return self._oracle.reduced(states_of(plain, tokens[:-1])[-count:])
 
 
 @pytest.mark.parametrize(
@@ -387,6 +419,47 @@ def test_refusals(tmp_path: Path, folder: Path, edit: Callable[[Path], None], er
     with pytest.raises(error) as found:
         InferenceSession.from_model(folder, **OPTIONS, draft=place)
     assert all(part in str(found.value) for part in parts), found.value
+
+
+def opened_in(session: InferenceSession, head: Checkpoint) -> None:
+    """Open a head in the engine of a session, and close it."""
+    engine = session.engine
+    assert isinstance(engine, DecoderEngine)
+    sizes = {"max_batch_size": 1, "max_sequence_length": 9}
+    kv = decoder_cache_config(head.config, **sizes, dtype="float32", attention="native")
+    engine.open_draft_head(head, kv=kv, max_prefill_length=4, hidden_layers=(1,)).close()
+
+
+@pytest.mark.parametrize("layers", [ReducedLayers((2, 4, 3), HIDDEN), ReducedLayers((2, 3, 4), 24), (2, 3, 4), "final_norm", None], ids=str)
+def test_an_engine_takes_a_head_of_its_own_hidden_states(folder: Path, head: Path, layers: HiddenLayers) -> None:
+    with with_layers(folder, layers) as session, Checkpoint.open_eagle3_head(head) as opened, pytest.raises(ConfigError) as found:
+        opened_in(session, opened)
+    expected = f"expected {ReducedLayers((2, 3, 4), HIDDEN)}, which the draft head reads, got {layers!r}."
+    assert str(found.value) == f"hidden_layers: {expected}"
+
+
+def test_an_engine_takes_a_head_of_its_own_width(tmp_path: Path, folder: Path) -> None:
+    place = write_head(tmp_path / "head", folder, embedding=True, hidden_size=24, target_hidden_size=40)
+    message = "draft head: expected one for the hidden size 32 of the model, got one for 40"
+    with (
+        with_layers(folder, ReducedLayers((2, 3, 4), 24)) as session,
+        Checkpoint.open_eagle3_head(place) as opened,
+        pytest.raises(ConfigError, match=message),
+    ):
+        opened_in(session, opened)
+
+
+def test_a_step_comes_after_the_head_and_there_is_one(folder: Path, head: Path) -> None:
+    with with_layers(folder, ReducedLayers((2, 3, 4), HIDDEN)) as session, Checkpoint.open_eagle3_head(head) as opened:
+        with pytest.raises(EngineError, match=r"expected an EAGLE-3 head for ReducedLayers\(layers=\(2, 3, 4\), .* before a step"):
+            session.prefill([[5, 6]])
+        opened_in(session, opened)
+        oracle = HeadInFloat64(head, folder)
+        for _ in range(2):  # the second time after an error
+            with with_layers(folder, (2, 3, 4)) as plain:
+                assert_close(states_of(session, [5, 6, 7]), oracle.reduced(states_of(plain, [5, 6, 7])))
+            with pytest.raises(ConfigError, match="draft head: expected one EAGLE-3 head of an engine, got a second one"):
+                opened_in(session, opened)
 
 
 def test_a_head_of_another_width_needs_an_embedding_of_its_own(tmp_path: Path, folder: Path) -> None:

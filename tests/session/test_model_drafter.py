@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model
 from tests.helpers.recording import poison
-from tests.helpers.sessions import by_prompt, draft_logits, drafts_on_device, drain
+from tests.helpers.sessions import by_prompt, draft_logits, drain
 from tests.paths import GOLDEN, ROOT
 from tests.session.reference_sessions import OPTIONS, fails
 from trt_kvcache import DraftedSequence, InferenceSession, SamplingParams
@@ -26,6 +26,8 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [3, 4], [20, 21, 22]]
 
 Open = Callable[..., InferenceSession]
 
+pytestmark = pytest.mark.usefixtures("choice_of_drafts")
+
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,13 +40,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "small", seed=8, vocab_size=40)
 
 
-@pytest.fixture(params=["host", "device"])
-def opens(request: pytest.FixtureRequest, large: Path) -> Iterator[Open]:
+@pytest.fixture
+def opens(large: Path) -> Iterator[Open]:
     sessions: list[InferenceSession] = []
 
     def open_one(draft: Any, **options: Any) -> InferenceSession:
         sessions.append(InferenceSession.from_model(large, **{**OPTIONS, "max_batch_size": 3, "draft": draft, **options}))
-        return drafts_on_device(sessions[-1]) if request.param == "device" else sessions[-1]
+        return sessions[-1]
 
     yield open_one
     for session in sessions:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.assertions import assert_close
-from tests.helpers.eagle3 import write_ring_head, write_ring_model
+from tests.helpers.eagle3 import write_head, write_model, write_ring_head, write_ring_model
 from tests.helpers.mtp import ring_prompts
-from tests.helpers.sessions import by_prompt
+from tests.helpers.sessions import by_prompt, hidden_rows
 from tests.paths import GOLDEN
 from tests.reference.rig import golden
 from tests.session.reference_sessions import OPTIONS
@@ -30,12 +30,14 @@ from tests.session.test_eagle3_drafter import (  # noqa: E402
     test_a_head_of_all_tokens_may_have_the_language_model_head_of_the_model,  # noqa: F401
     test_a_head_that_is_right_is_accepted_and_one_of_the_same_weights_in_another_order_is_not,  # noqa: F401
     test_a_model_with_states,  # noqa: F401
-    test_hidden_states_are_those_before_the_layers,  # noqa: F401
+    test_a_step_comes_after_the_head_and_there_is_one,  # noqa: F401
+    test_an_engine_takes_a_head_of_its_own_hidden_states,  # noqa: F401
+    test_hidden_states_are_those_before_the_layers_reduced,  # noqa: F401
     test_logits_of_the_head,  # noqa: F401
     test_options_that_round,  # noqa: F401
     test_the_tokens_are_those_without_drafts,  # noqa: F401
 )
-from tests.session.test_mtp_drafter import params  # noqa: E402
+from tests.session.test_mtp_drafter import drafter_of, params  # noqa: E402
 from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice  # noqa: E402
 from tests.torch_engine.test_families import FAMILIES  # noqa: E402
 from trt_kvcache import InferenceSession  # noqa: E402
@@ -58,9 +60,7 @@ def test_hidden_states_of_all_layers_are_those_of_numpy(model: str, monkeypatch:
         with InferenceSession.from_model(GOLDEN / model, engine=kind, **sizes) as session:
             session.prefill([ids[:9], ids[4:7]])
             session.decode([3, 4])
-            states = session._runner.hidden_states
-            assert states is not None
-            found.append(np.concatenate([states[0][:10], states[1][:4]]))
+            found.append(np.concatenate([hidden_rows(session, 0, 10), hidden_rows(session, 1, 4)]))
     layers, hidden = session.model.num_layers + 1, session.model.hidden_size
     assert found[0].shape == (14, layers * hidden)
     for place in range(layers):
@@ -68,6 +68,25 @@ def test_hidden_states_of_all_layers_are_those_of_numpy(model: str, monkeypatch:
         assert_close(other, one, 1e-4)
     parts = np.split(found[0], layers, -1)
     assert all((one != other).any() for one, other in itertools.pairwise(parts))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2), ("bfloat16", 1e-1)])
+def test_reduced_hidden_states_are_those_of_numpy(tmp_path: Path, dtype: str, tolerance: float) -> None:
+    """Their rows have the dtype of the activations, in NumPy float32."""
+    model = write_model(tmp_path / "model", scale=0.1)
+    place = write_head(tmp_path / "head", model, scale=0.1, embedding=True, hidden_size=24, target_hidden_size=32)
+    found = []
+    for kind, rows in (("numpy", "float32"), ("torch", dtype)):
+        sizes: dict[str, Any] = {"max_batch_size": 2, "max_sequence_length": 24, "max_prefill_length": 5, "dtype": dtype}
+        with InferenceSession.from_model(model, engine=kind, draft=place, **sizes) as session:
+            session.prefill([[*range(3, 12)], [4, 5, 6]])
+            session.decode([3, 4])
+            of_model, of_head = session._engine, drafter_of(session)._runner.engine
+            assert {of_model.hidden_states.dtype, of_head.hidden_states.dtype, of_head.hidden_inputs.dtype} == {rows}  # type: ignore[attr-defined]
+            found.append(np.concatenate([hidden_rows(session, 0, 10), hidden_rows(session, 1, 4)]))
+    assert found[0].shape == (14, 24)
+    assert_close(found[1], found[0], tolerance)
+    assert len(np.unique(found[0])) > 300
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.mtp import ring_prompts, write_mtp_model, write_ring_model
-from tests.helpers.sessions import by_prompt
+from tests.helpers.sessions import always_drafting, by_prompt
 from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
@@ -31,6 +31,7 @@ def test_a_head_that_is_right_is_accepted(tmp_path: Path, dtype: str, count: int
     with InferenceSession.from_model(model, dtype=dtype, **OPTIONS) as plain:
         expected = by_prompt(plain.generate(prompts, params(count, 0.0)))
     with InferenceSession.from_model(model, dtype=dtype, draft="mtp", **OPTIONS) as session:
+        always_drafting(session)
         assert not session.cache.memory.is_host
         for _ in range(3):  # the second run captures, the third one replays
             assert by_prompt(session.generate(prompts, params(count, 0.0))) == expected

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.helpers.eagle3 import write_head
-from tests.helpers.sessions import by_prompt
+from tests.helpers.sessions import by_prompt, hidden_rows
 from tests.paths import ROOT
 from tests.torch_engine.needs_torch import need_torch
 
@@ -21,6 +21,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from trt_kvcache import InferenceSession, SamplingParams  # noqa: E402
+from trt_kvcache.session import open_model as opening  # noqa: E402
 
 MODEL = ROOT / "examples" / "tiny-llama"
 LAYERS = [0, 1, 2]
@@ -86,9 +87,12 @@ def test_a_trained_head_is_accepted_more_often_than_the_same_weights_in_another_
     with InferenceSession.from_model(MODEL, **OPTIONS) as session:
         ids = session.tokenizer.encode(text)
     rows = np.array([ids[start : start + 160] for start in range(0, len(ids) - 160, 60)])
-    with InferenceSession.from_model(MODEL, draft=head, **{**OPTIONS, "max_batch_size": len(rows)}) as session:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "hidden_layers_for", lambda draft, config: tuple(LAYERS))  # side by side
+        session = InferenceSession.from_model(MODEL, **{**OPTIONS, "max_batch_size": len(rows)})
+    with session:
         session.prefill(rows.tolist())
-        states = np.stack([session._runner.hidden_states[slot][:160] for slot in range(len(rows))])
+        states = np.stack([hidden_rows(session, slot, 160) for slot in range(len(rows))])
     train(head, rows, states, steps=100)
     prompts = [ids[start : start + 20] for start in (10, 300, 600, 900)]
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)

@@ -21,7 +21,7 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slo
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.embedding_rows import EmbeddingRows
 from trt_kvcache.engine.names import TensorNames
-from trt_kvcache.engine.step_rows import HiddenLayers, StepRows
+from trt_kvcache.engine.step_rows import HiddenLayers, ReducedLayers, StepRows, rows_width
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -46,6 +46,7 @@ class DecoderEngine(BoundEngine):
         memory: Memory,
         max_embeddings: int = 0,
         hidden_layers: HiddenLayers | None = None,
+        rows_dtype: str | None = None,
     ) -> None:
         computed = _computed_dtype(kv, dtype)
         _check_cache(model, kv, computed)
@@ -68,12 +69,16 @@ class DecoderEngine(BoundEngine):
         if capacity and model.per_layer_embedding is not None:
             raise ConfigError(f"max_embeddings: expected 0 for a model with per-layer embeddings, which are of token ids, got {capacity}.")
         self._bindings = DecoderBindings(type(self).__name__, self.tensors, self.profiles, cache=kv, names=names, memory=memory)
-        self._hidden_layers: tuple[int, ...] = hidden_layers if isinstance(hidden_layers, tuple) else ()
-        tokens, sides = kv.max_batch_size * width, 1 if hidden_layers == "final_norm" else len(self._hidden_layers)
+        layers = hidden_layers.layers if isinstance(hidden_layers, ReducedLayers) else hidden_layers
+        self._hidden_layers: tuple[int, ...] = layers if isinstance(layers, tuple) else ()
+        self._returned_states = hidden_layers
+        #: True until :meth:`open_draft_head` has opened the EAGLE-3 head whose projection reduces the hidden states.
+        self._lacks_head = isinstance(hidden_layers, ReducedLayers)
+        self._rows_dtype, tokens = rows_dtype or computed, kv.max_batch_size * width
         #: Hidden states of each token of the last enqueue; None unless they are asked for.
-        self.hidden_states = StepRows(memory, max_tokens=tokens, width=sides * model.hidden_size) if sides else None
+        self.hidden_states = self._step_rows(tokens, rows_width(hidden_layers, model.hidden_size))
         #: Hidden states of each token of the next enqueue; None unless the model is a draft head.
-        self.hidden_inputs = StepRows(memory, max_tokens=tokens, width=model.hidden_inputs_width) if model.hidden_inputs_width else None
+        self.hidden_inputs = self._step_rows(tokens, model.hidden_inputs_width)
         self.embeddings: EmbeddingRows | None = None
         if capacity:
             sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
@@ -83,7 +88,10 @@ class DecoderEngine(BoundEngine):
     def open_draft_head(
         self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
     ) -> DecoderEngine:
-        """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share."""
+        """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share.
+
+        From then on, this engine reduces its hidden states with the projection of an EAGLE-3 head.
+        """
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
@@ -91,6 +99,27 @@ class DecoderEngine(BoundEngine):
         for rows in (self.embeddings, self.hidden_states, self.hidden_inputs):
             if rows is not None:
                 rows.close()
+
+    def _step_rows(self, tokens: int, width: int) -> StepRows | None:
+        return StepRows(self.memory, max_tokens=tokens, width=width, dtype=self._rows_dtype) if width else None
+
+    def _check_head(self, head: ModelConfig) -> None:
+        """Refuse a draft head that reads other hidden states than this engine returns, and a second EAGLE-3 head."""
+        own, size = head.eagle3_input, self._config.hidden_size
+        if own is not None and own.state_size != size:
+            raise ConfigError(f"draft head: expected one for the hidden size {size} of the model, got one for {own.state_size}.")
+        expected = ReducedLayers.of_head(head, self._config.num_layers) or "final_norm"
+        if self._returned_states != expected:
+            raise ConfigError(f"hidden_layers: expected {expected!r}, which the draft head reads, got {self._returned_states!r}.")
+        if own is not None and not self._lacks_head:
+            raise ConfigError("draft head: expected one EAGLE-3 head of an engine, got a second one.")
+
+    def _check_reduction(self) -> None:
+        """Refuse a step without the projection of its hidden states: a step that is captured without would be replayed without."""
+        if self._lacks_head:
+            raise EngineError(
+                f"hidden_layers: expected an EAGLE-3 head for {self._returned_states} before a step, got none. Call open_draft_head."
+            )
 
     def _check_values(
         self,

@@ -97,7 +97,7 @@ def logits_tensors(model: ModelConfig, names: TensorNames, *, max_logits_per_slo
     last, many = ((-1, 1), ()) if max_logits_per_slot == 1 else ((-1, -1), (-1,))
     return (
         TensorSpec.input(names.last_token_ids, last, "int32"),
-        TensorSpec.output(names.logits, (-1, *many, model.num_logits), "float32"),
+        TensorSpec.output(names.logits, (-1, *many, model.vocab_size), "float32"),
     )
 
 

@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ReducedLayers:
+    """The residual stream before each of some layers, concatenated, times ``fc.weight [width, ...]`` of an EAGLE-3 head."""
+
+    layers: tuple[int, ...]
+    width: int
+
+    @classmethod
+    def of_head(cls, head: ModelConfig, num_layers: int) -> ReducedLayers | None:
+        """Return the hidden states of a model of ``num_layers`` that an EAGLE-3 head reads; None for another head. Raises ConfigError."""
+        own = head.eagle3_input
+        return None if own is None else cls(own.layers_of(num_layers), head.hidden_size)
+
 
 #: Hidden states that an engine returns with the logits: the output of the final norm, or the residual stream before each of some layers, by
-#: index, side by side. The number of layers stands for the end of the residual stream.
-HiddenLayers = Literal["final_norm"] | tuple[int, ...]
+#: index, side by side or reduced. The number of layers stands for the end of the residual stream.
+HiddenLayers = Literal["final_norm"] | tuple[int, ...] | ReducedLayers
+
+
+def rows_width(hidden_layers: HiddenLayers | None, hidden_size: int) -> int:
+    """Return the elements of the hidden states that an engine returns of a token; 0 for none."""
+    if isinstance(hidden_layers, ReducedLayers):
+        return hidden_layers.width
+    return hidden_size * (1 if hidden_layers == "final_norm" else len(hidden_layers or ()))
 
 
 class StepRows:
-    """float32 rows ``[A, s, width]`` of the last enqueue, or of the next one, at an address that never changes."""
+    """Rows ``[A, s, width]`` of the last enqueue, or of the next one, at an address that never changes."""
 
-    def __init__(self, memory: Memory, *, max_tokens: int, width: int) -> None:
+    def __init__(self, memory: Memory, *, max_tokens: int, width: int, dtype: str) -> None:
         self.memory = memory
         stream = memory.create_stream()
-        self._allocation = memory.allocate(dense_nbytes((max_tokens, width), "float32"), zeroed=True, stream=stream)
+        self._allocation = memory.allocate(dense_nbytes((max_tokens, width), dtype), zeroed=True, stream=stream)
         memory.synchronize(stream)
-        self.table = DeviceTensor(self._allocation, shape=(max_tokens, width), dtype="float32")
+        self.table = DeviceTensor(self._allocation, shape=(max_tokens, width), dtype=dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Most tokens of an enqueue, and the elements of each."""
         return self.table.shape[0], self.table.shape[1]
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the elements."""
+        return self.table.dtype
 
     def of_step(self, slots: int, width: int) -> DeviceTensor:
         """Return the rows of an enqueue of ``width`` tokens in each slot."""

@@ -3,7 +3,7 @@
 With ``e`` for the embedding of the next token, ``s`` for the hidden states of a token before some layers of the model, and ``n`` for
 norms::
 
-    x = fc(concatenate(s))                              # or, in a draft, x of the token before: the head's output before its final norm
+    x = fc(concatenate(s))                              # in the step of the model; in a draft, the head's output before its final norm
     x = x + attention(concatenate(n_e(e), n_x(x)))      # or n_x(x) + ..., with adds_normalised
 """
 

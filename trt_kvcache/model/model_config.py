@@ -143,15 +143,13 @@ class ModelConfig:
 
     @property
     def num_logits(self) -> int:
-        """Logits of a token: one for each token id, or for those that an EAGLE-3 head can propose."""
+        """Rows of the language model head: one for each token id, or for those that an EAGLE-3 head can propose."""
         return self.vocab_size if self.eagle3_input is None else self.eagle3_input.num_logits
 
     @property
     def hidden_inputs_width(self) -> int:
         """Elements of hidden states that a draft head reads with each token; 0 for a model that reads tokens alone."""
-        if self.eagle3_input is not None:
-            return self.eagle3_input.states_width + self.hidden_size
-        return 0 if self.merge_norm is None else self.hidden_size
+        return 0 if self.merge_norm is None and self.eagle3_input is None else self.hidden_size
 
     @property
     def attention_layers(self) -> tuple[AttentionConfig, ...]:

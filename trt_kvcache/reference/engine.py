@@ -87,9 +87,11 @@ class ReferenceEngine(DecoderEngine):
     max_embeddings : int
         Rows that prompts may have in place of rows of the embedding, as for
         :class:`~trt_kvcache.session.session_options.SessionOptions`.
-    hidden_layers : "final_norm" or tuple of int, optional
+    hidden_layers : "final_norm", tuple of int or ReducedLayers, optional
         Hidden states of each token of the last step to keep in :attr:`hidden_states`: the output of the final norm, or the residual stream
-        before each of these layers, side by side. The number of layers stands for the end of the residual stream. None if left out.
+        before each of these layers, side by side. The number of layers stands for the end of the residual stream. ``ReducedLayers`` of
+        ``trt_kvcache.engine.step_rows``: the residual stream before these layers, reduced by the projection of an EAGLE-3 head, which
+        :meth:`open_draft_head` must have opened before the first step. None if left out.
     shared : ReferenceEngine, optional
         Engine of the model of which the checkpoint is a draft head, for the tensors that both share: embedding, language model head.
 
@@ -103,7 +105,7 @@ class ReferenceEngine(DecoderEngine):
     memory : HostMemory
         Memory that bound tensors must be in.
     hidden_states, hidden_inputs : StepRows or None
-        Hidden states of the tokens of the last step, and those that the next step of a draft head reads.
+        Hidden states of the tokens of the last step, and those that the next step of a draft head reads, in float32.
 
     Raises
     ------
@@ -160,6 +162,7 @@ class ReferenceEngine(DecoderEngine):
             memory=memory,
             max_embeddings=max_embeddings,
             hidden_layers=hidden_layers,
+            rows_dtype="float32",
         )
         self._rows = None if self.embeddings is None else memory.array(self.embeddings.table)
         self._masked = attention == "mask"
@@ -169,6 +172,8 @@ class ReferenceEngine(DecoderEngine):
         self._weights: DecoderWeights | None = load_weights(
             checkpoint, self._dtype, progress, shared=None if shared is None else shared._weights
         )
+        self._reduction: Float32 | None = None  # of an EAGLE-3 head of the model
+        self._draft_tokens = checkpoint.draft_tokens
         self._steps: dict[BoundTensors, _NumpyStep] = {}
         self._combined = self._combined_inputs() if attention == "plugin" else None
 
@@ -183,8 +188,8 @@ class ReferenceEngine(DecoderEngine):
         Raises
         ------
         EngineError
-            A tensor is not bound or has no shape, the shapes disagree, or an input holds a value out of range. Nothing was
-            written.
+            A tensor is not bound or has no shape, the shapes disagree, an input holds a value out of range, or the engine was opened for
+            an EAGLE-3 head and has none. Nothing was written.
         PlaceError
             The stream is not one of host memory.
         ClosedError
@@ -192,6 +197,7 @@ class ReferenceEngine(DecoderEngine):
         """
         bound = self._bindings.active
         assert self._weights is not None
+        self._check_reduction()
         self.memory.check_stream(stream)
         tensors, step = bound.step_tensors(), self._steps.get(bound)
         if step is None or step.tensors is not tensors or step.stream is not stream:
@@ -211,13 +217,20 @@ class ReferenceEngine(DecoderEngine):
                 hidden_inputs=step.hidden_inputs,
                 hidden_states=step.hidden_states,
                 hidden_layers=self._hidden_layers,
+                reduction=self._reduction,
             )
-        step.logits[...] = logits.reshape(step.logits.shape)
+        if self._draft_tokens is None:
+            step.logits[...] = logits.reshape(step.logits.shape)
+        else:
+            step.logits[...] = -np.inf
+            step.logits[..., self._draft_tokens] = logits.reshape(*step.logits.shape[:-1], -1)
 
     def open_draft_head(
         self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
     ) -> ReferenceEngine:
         """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share.
+
+        From then on, this engine reduces its hidden states with the projection of an EAGLE-3 head.
 
         Parameters
         ----------
@@ -233,15 +246,26 @@ class ReferenceEngine(DecoderEngine):
         Returns
         -------
         ReferenceEngine
-            It reads :attr:`hidden_inputs`, and has hidden states.
+            It reads :attr:`hidden_inputs`, and has hidden states. Logits of token ids that an EAGLE-3 head cannot propose are -inf.
+
+        Raises
+        ------
+        ConfigError
+            The head does not read the ``hidden_layers`` of this engine, or is its second EAGLE-3 head.
         """
-        return ReferenceEngine(
+        self._check_head(checkpoint.config)
+        head = ReferenceEngine(
             checkpoint, kv=kv, max_prefill_length=max_prefill_length, memory=self.memory, hidden_layers=hidden_layers, shared=self
         )
+        if self._lacks_head:
+            assert head._weights is not None
+            assert head._weights.merge is not None
+            self._reduction, self._lacks_head = head._weights.merge.projection, False
+        return head
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
-        self._weights = self._combined = self._rows = None
+        self._weights = self._combined = self._rows = self._reduction = None
         self._steps.clear()
         super().close()
 

@@ -51,13 +51,16 @@ def decoder_step(
     hidden_inputs: Float32 | None = None,
     hidden_states: Float32 | None = None,
     hidden_layers: Sequence[int] = (),
+    reduction: Float32 | None = None,
 ) -> Float32:
     """Return the logits ``[A * m, vocab]`` of the tokens ``last [A, m]`` of the right-padded ``input_ids [A, s]``.
 
-    ``rows``: of token ids past the vocabulary. ``hidden_inputs``: of a draft head. ``hidden_states`` are written, of ``hidden_layers``.
+    ``rows``: of token ids past the vocabulary. ``hidden_inputs``: of a draft head. ``hidden_states`` are written, of ``hidden_layers``,
+    side by side or multiplied by ``reduction``.
     """
     hidden = embedded(config, weights, input_ids, dtype, rows)
     mixer_input: Float32 | None = None
+    kept = hidden_states if reduction is None else np.empty((*input_ids.shape, reduction.shape[1]), np.float32)
     if weights.merge is not None and hidden_inputs is not None:
         if config.eagle3_input is not None:
             hidden, mixer_input = eagle3_inputs(config.eagle3_input, weights.merge, hidden, hidden_inputs)
@@ -66,12 +69,16 @@ def decoder_step(
     with one_blas_thread(input_ids.size, _largest_weight(weights)):
         inputs = per_layer_inputs(config, weights, input_ids, hidden, dtype)
         for index, (layer, layer_weights, cache, own) in enumerate(zip(config.layers, weights.layers, caches, inputs, strict=True)):
-            keep(hidden, index, hidden_layers, hidden_states)
+            keep(hidden, index, hidden_layers, kept)
             hidden = decoder_layer(layer, layer_weights, cache, hidden, own, mixer_input)
             mixer_input = None
-    keep(hidden, config.num_layers, hidden_layers, hidden_states)
-    if hidden_states is not None and not hidden_layers:
-        hidden_states[...] = optional_norm(hidden, weights.final_norm, config.final_norm)
+    keep(hidden, config.num_layers, hidden_layers, kept)
+    if hidden_states is not None and kept is not None:
+        if not hidden_layers:
+            hidden_states[...] = optional_norm(hidden, weights.final_norm, config.final_norm)
+        elif reduction is not None:
+            with one_blas_thread(input_ids.size, reduction.size):
+                hidden_states[...] = project(Projection(reduction, None), kept)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
     with one_blas_thread(len(wanted), weights.head.size):
         logits: Float32 = optional_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
@@ -108,13 +115,11 @@ def merged(norm: NormConfig, weights: MergeWeights, embedding: Float32, hidden: 
 def eagle3_inputs(config: Eagle3InputConfig, weights: MergeWeights, embedding: Float32, states: Float32) -> tuple[Float32, Float32]:
     """Return the residual stream of an EAGLE-3 head ``[A, s, hidden]`` and the input of its attention ``[A, s, 2 * hidden]``.
 
-    ``states [A, s, width]``: hidden states of the model, then one of the head; zeros for those that a token does not have.
+    ``states [A, s, hidden]``: reduced hidden states of the model, or those of the head.
     """
-    reduced = project(Projection(weights.projection, None), states[..., : config.states_width])
-    hidden = reduced + states[..., config.states_width :]
-    normed = rms_norm(hidden, weights.hidden_norm, config.norm)
+    normed = rms_norm(states, weights.hidden_norm, config.norm)
     halves = [rms_norm(embedding, weights.embedding_norm, config.norm), normed]
-    return normed if config.adds_normalised else hidden, np.concatenate(halves, axis=-1)
+    return normed if config.adds_normalised else states, np.concatenate(halves, axis=-1)
 
 
 def per_layer_inputs(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.eagle3_files import is_draft_head_folder
-from trt_kvcache.engine.step_rows import HiddenLayers
+from trt_kvcache.engine.step_rows import HiddenLayers, ReducedLayers
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.session.model_location import locate_model
@@ -37,4 +37,4 @@ def hidden_layers_for(draft: str | None, model: ModelConfig) -> HiddenLayers | N
     ):
         if given != expected:
             raise ConfigError(f"draft: {draft}: expected an EAGLE-3 head for the {name} {expected} of the model, got one for {given}.")
-    return own.layers_of(model.num_layers)
+    return ReducedLayers.of_head(head, model.num_layers)

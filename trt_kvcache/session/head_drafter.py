@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.generation.drafter import DraftedSequence
 from trt_kvcache.generation.request import Request
@@ -19,22 +17,21 @@ if TYPE_CHECKING:
 
 
 class HeadDrafter(ModelDrafter):
-    """Generates drafts with a head that has a cache of its own.
-
-    ``of_model``, ``of_head``: columns of its input for hidden states of the model, and for one of its own. The other ones are zero.
-    """
+    """Generates drafts with an MTP or EAGLE-3 head that has a cache of its own."""
 
     #: Hidden states of sequences may stay on the device.
     takes_device_states = True
 
-    # At position t the head reads the token at t + 1 and the hidden states of the model at t, in a draft its own hidden state; its logits
+    # At position t the head reads the token at t + 1 and the hidden state of the model at t, in a draft its own hidden state; its logits
     # are of the next token. vLLM drafts in the same way (vllm/v1/spec_decode/eagle.py): after a verification, the head reads the hidden
     # states of the model.
 
-    def __init__(self, parts: SessionParts, *, vocab_size: int, of_model: slice, of_head: slice) -> None:
+    def __init__(self, parts: SessionParts, *, vocab_size: int) -> None:
         super().__init__(parts, vocab_size=vocab_size)
         assert self._runner.hidden_inputs is not None
         self._inputs = self._runner.hidden_inputs
+        #: True for a multi-token prediction (MTP) head.
+        self.is_mtp = parts.model.merge_norm is not None
         # Position of the first hidden state that the slot of each request holds.
         self._firsts: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
@@ -67,33 +64,6 @@ class HeadDrafter(ModelDrafter):
             return states
         runner = self._runner
         return runner.cache.memory.to_device(states.astype(numpy_dtype(self._inputs.dtype)), stream=runner.stream)
-
-
-class MtpDrafter(HeadDrafter):
-    """Drafts of a multi-token prediction (MTP) head, which reads one hidden state, of the model or its own."""
-
-    def __init__(self, parts: SessionParts, *, vocab_size: int) -> None:
-        super().__init__(parts, vocab_size=vocab_size, of_model=slice(None), of_head=slice(None))
-
-
-class Eagle3Drafter(HeadDrafter):
-    """Drafts of an EAGLE-3 head, which reads several hidden states of the model, or one of its own.
-
-    ``tokens``: token ids of its logits; None if they are of all token ids.
-    """
-
-    def __init__(self, parts: SessionParts, *, vocab_size: int, tokens: np.ndarray[tuple[int], np.dtype[np.int64]] | None) -> None:
-        assert parts.model.eagle3_input is not None
-        width = parts.model.eagle3_input.states_width
-        super().__init__(parts, vocab_size=vocab_size, of_model=slice(width), of_head=slice(width, None))
-        self._tokens = tokens
-        self._logits = np.full(vocab_size, -np.inf, np.float32)  # of ids that the head cannot propose, always
-
-    def _choose(self, request: Request, logits: Logits, count: int) -> int | None:
-        if self._tokens is None:
-            return super()._choose(request, logits, count)
-        self._logits[self._tokens] = logits
-        return super()._choose(request, self._logits, count)
 
 
 def _num_states(sequence: DraftedSequence) -> int:

@@ -15,7 +15,7 @@ from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.session.draft_heads import draft_head_folder
-from trt_kvcache.session.head_drafter import Eagle3Drafter, MtpDrafter
+from trt_kvcache.session.head_drafter import HeadDrafter
 from trt_kvcache.session.model_drafter import ModelDrafter
 from trt_kvcache.session.model_location import expanded, locate_model
 from trt_kvcache.session.open_model import EngineFallbackWarning, SessionParts, open_draft_head, open_engine_folder, open_model
@@ -46,19 +46,19 @@ def with_draft(
     return replace(parts, draft=drafter, on_close=_both(parts.on_close, drafter.close))
 
 
-def _mtp_drafter(folder: str | PathLike[str], parts: SessionParts, options: SessionOptions) -> MtpDrafter:
+def _mtp_drafter(folder: str | PathLike[str], parts: SessionParts, options: SessionOptions) -> HeadDrafter:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the weights: shown when the model was opened
         checkpoint = Checkpoint.open_mtp_head(expanded(folder), quantize=options.quantize)
     with checkpoint, ExitStack() as undo:
         head = open_draft_head(checkpoint, parts, options, hidden_layers="final_norm")
         undo.callback(head.close)
-        drafter = MtpDrafter(head, vocab_size=parts.model.vocab_size)
+        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size)
         undo.pop_all()
     return drafter
 
 
-def _eagle3_drafter(draft: str, folder: Path, parts: SessionParts, options: SessionOptions) -> Eagle3Drafter:
+def _eagle3_drafter(draft: str, folder: Path, parts: SessionParts, options: SessionOptions) -> HeadDrafter:
     with Checkpoint.open_eagle3_head(folder) as checkpoint, ExitStack() as undo:
         model, own = checkpoint.config, checkpoint.config.eagle3_input
         if own is not None and (own.shares_embedding or own.shares_head) and model.hidden_size != parts.model.hidden_size:
@@ -66,7 +66,7 @@ def _eagle3_drafter(draft: str, folder: Path, parts: SessionParts, options: Sess
             raise ConfigError(f"draft: {draft}: expected an {lacking} of width {model.hidden_size} in the files of the head, got none.")
         head = open_draft_head(checkpoint, parts, options, hidden_layers=(model.num_layers,))
         undo.callback(head.close)
-        drafter = Eagle3Drafter(head, vocab_size=parts.model.vocab_size, tokens=checkpoint.draft_tokens)
+        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size)
         undo.pop_all()
     return drafter
 

@@ -42,7 +42,7 @@ from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
-from trt_kvcache.session.head_drafter import MtpDrafter
+from trt_kvcache.session.head_drafter import HeadDrafter
 from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.open_draft import with_draft
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
@@ -784,7 +784,7 @@ class InferenceSession(Uncopyable):
         if draft == "off":
             return None
         if draft == "mtp":
-            if not isinstance(self._drafter, MtpDrafter):
+            if not (isinstance(self._drafter, HeadDrafter) and self._drafter.is_mtp):
                 raise ConfigError("draft: expected 'mtp' in a session that was opened with draft='mtp', got it in another.")
             return self._drafter
         if self._embeddings is not None and self._embeddings.end > self.vocab_size:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trt_kvcache.cache.config import DecoderCacheConfig
@@ -36,7 +39,15 @@ from trt_kvcache.torch_engine.kernel_router import KernelRouter
 from trt_kvcache.torch_engine.kernel_variants import decoder_variants
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, attention_is_supported
 from trt_kvcache.torch_engine.model import KeptLayers, decoder_step
-from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Operations, Projections, TorchAttention, TorchMatrix
+from trt_kvcache.torch_engine.operations import (
+    Elementwise,
+    ExpertProducts,
+    Operations,
+    Projections,
+    TorchAttention,
+    TorchMatrix,
+    TorchProjection,
+)
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_workspace, packed_weights_are_supported
 from trt_kvcache.torch_engine.positions import PositionFactors
@@ -87,6 +98,7 @@ class TorchEngine(DecoderEngine):
         memory: Memory,
         max_embeddings: int = 0,
         hidden_layers: HiddenLayers | None = None,
+        draft_tokens: npt.NDArray[np.int64] | None = None,
     ) -> None:
         check_features(model, COMPUTED_FEATURES, "the PyTorch engine")
         super().__init__(
@@ -105,6 +117,8 @@ class TorchEngine(DecoderEngine):
         self._hidden_states, self._hidden_inputs = (
             None if rows is None else self._device.view(rows.table) for rows in (self.hidden_states, self.hidden_inputs)
         )
+        self._reduction: TorchProjection | None = None  # of an EAGLE-3 head of the model
+        self._draft_tokens = None if draft_tokens is None else torch.as_tensor(draft_tokens, device=self._device.torch_device)
         self._rows = None if self.embeddings is None else self._device.view(self.embeddings.table)
         if self._device.graphs is not None:
             self.width_buckets, self.coarse_width_buckets = STEP_WIDTHS, COARSE_WIDTHS
@@ -167,6 +181,7 @@ class TorchEngine(DecoderEngine):
             memory=memory,
             max_embeddings=max_embeddings,
             hidden_layers=hidden_layers,
+            draft_tokens=checkpoint.draft_tokens,
         )
 
     def open_draft_head(
@@ -175,6 +190,7 @@ class TorchEngine(DecoderEngine):
         """See :meth:`DecoderEngine.open_draft_head`."""
         weights = self._weights
         assert weights is not None
+        self._check_head(checkpoint.config)
         tensors = CheckpointTensors(checkpoint, self._dtype, self._device.torch_device, self.memory)
         is_packed = packed_weights_are_supported(self._dtype, self.memory)
         of_model = {embedding_name(checkpoint.config): weights.embedding, HEAD: weights.head}
@@ -190,7 +206,7 @@ class TorchEngine(DecoderEngine):
                 return None if isinstance(found, torch.Tensor) else found
             return tensors.load_packed(name, rows) if is_packed else None
 
-        return TorchEngine(
+        head = TorchEngine(
             replace(checkpoint.config, tie_word_embeddings=False),  # `load` returns the head, tied or not
             load,
             load_packed,
@@ -198,7 +214,13 @@ class TorchEngine(DecoderEngine):
             max_prefill_length=max_prefill_length,
             memory=self.memory,
             hidden_layers=hidden_layers,
+            draft_tokens=checkpoint.draft_tokens,
         )
+        if self._lacks_head:
+            assert head._weights is not None
+            assert head._weights.merge is not None
+            self._reduction, self._lacks_head = TorchProjection(head._weights.merge.projection, None), False
+        return head
 
     @property
     def graph_refusals(self) -> Sequence[str]:
@@ -211,6 +233,7 @@ class TorchEngine(DecoderEngine):
         On a GPU, a step that is run again is captured, where the call waits, or replayed. A capturing stream is an error: torch allocates.
         """
         bound = self._bindings.active
+        self._check_reduction()
         self.memory.check_stream(stream)
         step = self._step(bound.step_tensors())
         if self.memory.is_host:
@@ -233,7 +256,7 @@ class TorchEngine(DecoderEngine):
         super().close()
         self._steps.clear()
         self._device.close()
-        self._weights = self._workspace = None
+        self._weights = self._workspace = self._reduction = self._draft_tokens = None
         if self._kernel_inputs is not None:
             self._kernel_inputs.close()
 
@@ -266,12 +289,27 @@ class TorchEngine(DecoderEngine):
             slots, width = step.input_ids.shape
             inputs = None if self._hidden_inputs is None else self._hidden_inputs[: slots * width].unflatten(0, (slots, width))
             states = None if self._hidden_states is None else self._hidden_states[: slots * width].unflatten(0, (slots, width))
-            kept = None if states is None or not self._hidden_layers else KeptLayers(states, self._hidden_layers)
+            kept = None if states is None else self._kept(states)
             normed = decoder_step(self._weights, operations, step.input_ids, self._rows, inputs, kept)
             if states is not None and kept is None:
                 states[...] = normed
-            write_logits(operations.projections, normed, step.last, self._weights.head, step.logits)
-            scale_logits(self._config, step.logits)
+            elif states is not None and kept is not None and self._reduction is not None:
+                states[...] = operations.projections.project(self._reduction, kept.rows)
+            ids = self._draft_tokens
+            logits = step.logits if ids is None else step.logits.new_empty((*step.logits.shape[:-1], len(ids)))
+            write_logits(operations.projections, normed, step.last, self._weights.head, logits)
+            scale_logits(self._config, logits)
+            if ids is not None:
+                step.logits.fill_(-math.inf).index_copy_(-1, ids, logits)
+
+    def _kept(self, states: torch.Tensor) -> KeptLayers | None:
+        """Return the places of the residual stream before layers: ``states`` themselves, or a tensor that is reduced afterwards."""
+        if not self._hidden_layers:
+            return None
+        if self._reduction is None:
+            return KeptLayers(states, self._hidden_layers)
+        width = len(self._hidden_layers) * self._config.hidden_size
+        return KeptLayers(states.new_empty((*states.shape[:-1], width)), self._hidden_layers)
 
     def _operations(self, step: TorchStep, stream: Any) -> Operations:
         has_kernels = self._kernel_inputs is not None

@@ -45,7 +45,7 @@ class Merge:
 
     embedding_norm: TorchNorm
     hidden_norm: TorchNorm
-    projection: torch.Tensor  # [hidden, 2 * hidden], or of an EAGLE-3 head [hidden, states_width]
+    projection: torch.Tensor  # [hidden, 2 * hidden]; of an EAGLE-3 head [hidden, states_width], which the engine of the model applies
     eagle3: Eagle3InputConfig | None
 
     @classmethod
@@ -60,15 +60,12 @@ class Merge:
 
     def __call__(self, embedding: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the residual stream ``[A, s, hidden]``, and the input of the first mixer where that is not the norm of the stream."""
-        states = states.to(embedding.dtype)
         if self.eagle3 is None:
             halves = self.embedding_norm(embedding), self.hidden_norm(states)
             return F.linear(torch.cat(halves, dim=-1), self.projection), None
-        of_model, of_head = states.tensor_split([self.eagle3.states_width], dim=-1)
-        hidden = F.linear(of_model, self.projection) + of_head  # one of them is zero
-        normed = self.hidden_norm(hidden)
+        normed = self.hidden_norm(states)
         mixer_input = torch.cat((self.embedding_norm(embedding), normed), dim=-1)
-        return normed if self.eagle3.adds_normalised else hidden, mixer_input
+        return normed if self.eagle3.adds_normalised else states.clone(), mixer_input  # kernels overwrite the residual stream
 
 
 @dataclass(frozen=True, kw_only=True)
