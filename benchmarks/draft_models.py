@@ -5,7 +5,8 @@
 Model, head and draft model have the shapes of Llama-3-8B, of a head for it and of Llama-3.2-1B, and random weights, but for the language
 model head of the model: each token id is followed by the next one. Each drafter generates its drafts as always; none is right, so tokens
 that are right at a known rate are verified in their place. ``--lengths``: most tokens of a draft, 0 for those that the session chooses.
-First, tokens with drafts are compared with those without. ``propose_ms`` is the time of the drafter in a step.
+Tokens with drafts are compared with those without. ``propose_ms`` is the time of the drafter in a step; ``steps``, ``draft_tokens`` and
+``accepted`` are of the last run.
 """
 
 from __future__ import annotations
@@ -122,14 +123,16 @@ def eagle3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def answers_of(session: InferenceSession, prompts: list[list[int]], draft: Any) -> tuple[list[list[int]], float]:
-    """Return prompts with their greedy answers, and the seconds from the first token of all to the last."""
+    """Return prompts with their greedy answers, and the tokens per second from the first token of all to the end of the first answer."""
     rows: list[list[int]] = [list(prompt) for prompt in prompts]
-    begin = 0.0
+    begin = rate = 0.0
     for count, event in enumerate(session.generate(prompts, max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True, draft=draft)):
         rows[event.index].append(event.token)
         if count == len(prompts) - 1:
             begin = time.perf_counter()
-    return rows, time.perf_counter() - begin
+        if event.finish_reason is not None and not rate:
+            rate = (count + 1 - len(prompts)) / (time.perf_counter() - begin)
+    return rows, rate
 
 
 def measure(session: InferenceSession, drafter: Drafter, batch: int, length: int, prompt: int) -> list[dict[str, Any]]:
@@ -140,34 +143,30 @@ def measure(session: InferenceSession, drafter: Drafter, batch: int, length: int
     assert all(after == before + 1 for row in expected for before, after in pairwise(row[prompt - 1 :])), (
         "a token is not followed by the next"
     )
-    plain = [answers_of(session, prompts, "off")[1] for _ in range(RUNS)]
+    plain = statistics.median(answers_of(session, prompts, "off")[1] for _ in range(RUNS))
     rows = []
     for rate in RATES:
-        seconds: list[float] = []
-        before = session.statistics
-        proposing: list[float] = []
+        rates, proposing = [], []
         for run in range(RUNS + 1):  # the first one captures
+            before = session.statistics
             chosen = RightAtARate(drafter, rate, length)
-            found, taken = answers_of(session, prompts, chosen)
+            found, speed = answers_of(session, prompts, chosen)
             assert found == expected, "drafts have changed the tokens"
-            if run == 0:
-                before = session.statistics
-                continue
-            seconds.append(taken)
-            proposing += chosen.seconds
-        after = session.statistics
+            if run:
+                rates.append(speed)
+                proposing += chosen.seconds
+        after, drafted = session.statistics, statistics.median(rates)
         proposed = after.draft_tokens - before.draft_tokens
         rows.append(
             {
                 **{"batch": batch, "length": length, "rate": rate},
-                "draft_tokens_a_step": round(proposed / max(1, len(proposing)) / batch, 2),
+                "steps": after.decode_steps - before.decode_steps,
+                "draft_tokens": proposed,
                 "accepted": round((after.accepted_tokens - before.accepted_tokens) / max(1, proposed), 3),
-                "propose_ms": round(1e3 * statistics.median(proposing), 3),
-                "step_ms": round(1e3 * sum(seconds) / max(1, after.decode_steps - before.decode_steps), 3),
-                "token_ms": round(1e3 * statistics.median(plain) / (TOKENS - 1), 3),
-                "tokens_per_second": round(batch * (TOKENS - 1) / statistics.median(plain), 1),
-                "with_drafts": round(batch * (TOKENS - 1) / statistics.median(seconds), 1),
-                "ratio": round(statistics.median(plain) / statistics.median(seconds), 3),
+                "propose_ms": round(1e3 * statistics.median(proposing), 3) if proposing else None,
+                "tokens_per_second": round(plain, 1),
+                "with_drafts": round(drafted, 1),
+                "ratio": round(drafted / plain, 3),
             }
         )
         print(json.dumps(rows[-1]), flush=True)

@@ -8,40 +8,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-#: Steps that are compared: the last ones of each kind. Those in which a graph is captured, or a prompt runs too, are few of them.
-_WINDOW, _LEAST = 8, 4
+#: Steps that are compared: the last ones of each kind, and at least so many. A few of them capture a graph, or a prompt runs too.
+_WINDOW, _LEAST_PLAIN, _LEAST_DRAFTED = 16, 3, 8
 #: Steps without drafts after steps with drafts were slower: at first, and at most.
 _FIRST_PAUSE, _MAX_PAUSE = 32, 512
 
 
 @dataclass
-class _Steps:
-    """The last steps of one kind: tokens that were chosen in each, and its seconds."""
+class _Drafted:
+    """Steps with drafts of one number of requests."""
 
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-
-    @property
-    def are_enough(self) -> bool:
-        return len(self.seconds) >= _LEAST
-
-    @property
-    def tokens_per_second(self) -> float:
-        return fmean(self.tokens) / max(median(self.seconds), 1e-9)
-
-    def add(self, tokens: int, seconds: float) -> None:
-        self.tokens.append(tokens)
-        self.seconds.append(seconds)
-
-
-@dataclass
-class _Batch:
-    """Steps of one number of requests, for which drafts pay or not."""
-
-    plain: _Steps = field(default_factory=_Steps)
-    drafted: _Steps = field(default_factory=_Steps)
     pause: int = _FIRST_PAUSE
     left: int = 0
+
+    def pay(self, plain_tokens_per_second: float) -> bool:
+        """Tell whether they give as many tokens per second as other steps, or are too few to tell."""
+        if len(self.seconds) < _LEAST_DRAFTED:
+            return True
+        return fmean(self.tokens) / median(self.seconds) >= plain_tokens_per_second
 
 
 class DraftPace:
@@ -53,27 +39,38 @@ class DraftPace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._batches: dict[int, _Batch] = {}
-        self._last: tuple[int, float] | None = None  # running requests and end of the last step
+        # Seconds of steps without drafts, by the number of requests.
+        self._plain: dict[int, deque[float]] = {}
+        self._drafted: dict[int, _Drafted] = {}
+        self._last: tuple[int, float] | None = None  # requests and end of the last step
 
     def allows(self, running: int) -> bool:
         """Tell whether the next step of so many requests may have drafts. To be asked once a step."""
-        batch = self._batches.setdefault(running, _Batch())
-        if batch.left:
-            batch.left -= 1
+        drafted = self._drafted.setdefault(running, _Drafted())
+        if drafted.left:
+            drafted.left -= 1
             return False
-        if not batch.drafted.are_enough:
-            return batch.plain.are_enough
-        if batch.drafted.tokens_per_second >= batch.plain.tokens_per_second:
-            batch.pause = _FIRST_PAUSE
+        known = [count for count, seconds in self._plain.items() if len(seconds) >= _LEAST_PLAIN]
+        if not known:
+            return False
+        # A step reads all weights however many requests it has.
+        nearest = min(known, key=lambda count: abs(count - running))
+        if drafted.pay(running / median(self._plain[nearest])):
+            if len(drafted.seconds) == _WINDOW:
+                drafted.pause = _FIRST_PAUSE
             return True
-        batch.left, batch.pause = batch.pause - 1, min(2 * batch.pause, _MAX_PAUSE)
-        batch.drafted = _Steps()
+        self._drafted[running] = _Drafted(pause=min(2 * drafted.pause, _MAX_PAUSE), left=drafted.pause - 1)
         return False
 
     def count(self, running: int, tokens: int, *, drafted: bool) -> None:
         """Count a step that has ended now, from the end of the step before it if that was of as many requests."""
         last, self._last = self._last, (running, self._clock())
-        if last is not None and last[0] == running:
-            batch = self._batches.setdefault(running, _Batch())
-            (batch.drafted if drafted else batch.plain).add(tokens, self._last[1] - last[1])
+        if last is None or last[0] != running:
+            return
+        seconds = self._last[1] - last[1]
+        if drafted:
+            steps = self._drafted.setdefault(running, _Drafted())
+            steps.tokens.append(tokens)
+            steps.seconds.append(seconds)
+        else:
+            self._plain.setdefault(running, deque(maxlen=_WINDOW)).append(seconds)
