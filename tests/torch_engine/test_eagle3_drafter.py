@@ -33,6 +33,7 @@ from tests.session.test_eagle3_drafter import (  # noqa: E402
     test_a_step_comes_after_the_head_and_there_is_one,  # noqa: F401
     test_an_engine_takes_a_head_of_its_own_hidden_states,  # noqa: F401
     test_hidden_states_are_those_before_the_layers_reduced,  # noqa: F401
+    test_hidden_states_of_models_with_other_weights,  # noqa: F401
     test_logits_of_the_head,  # noqa: F401
     test_options_that_round,  # noqa: F401
     test_the_tokens_are_those_without_drafts,  # noqa: F401
