@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.helpers.recording import cache_rows, kv_config, logits_after, recorded
 from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
 from trt_kvcache.errors import KVCacheError
+from trt_kvcache.generation.device_sampler import DeviceSampler
+from trt_kvcache.session.hidden_states import downloaded
 
 MAX_SEQUENCE_LENGTH = 16
 
@@ -115,6 +118,41 @@ def ahead(session: InferenceSession) -> InferenceSession:
     assert session._decode_steps.can_be_on_device
     session._decode_steps.on_device = True
     return session
+
+
+def drafts_on_device(session: InferenceSession) -> InferenceSession:
+    """Let the drafter of a session choose its tokens where the logits are, if it is a model that can, and return the session."""
+    steps = getattr(session._drafter, "_steps", None)
+    if steps is not None and steps.can_be_on_device:
+        steps.on_device = True
+    return session
+
+
+def hidden_states(session: InferenceSession, slot: int, count: int) -> npt.NDArray[np.float32]:
+    """Return the hidden states of the first tokens in a slot of a session that has them."""
+    states = session._runner.hidden_states
+    assert states is not None
+    return downloaded(states.rows(slot, 0, count))
+
+
+def draft_logits(drafter: Any, monkeypatch: pytest.MonkeyPatch, *, change: float = 1.0) -> list[Any]:
+    """Return a list to which the logits of each step of a drafter's model are added, and multiply these by a factor."""
+    found: list[Any] = []
+    append, sample = drafter._batch.append, DeviceSampler.sample
+
+    def changed_append(rows: Any) -> Any:
+        found.append(append(rows) * np.float32(change))
+        return found[-1]
+
+    def changed_sample(sampler: DeviceSampler, logits: Any, tokens: Any, *, stream: Any) -> None:
+        if sampler is drafter._steps._sampler:
+            found.append(logits.numpy() * np.float32(change))
+            logits.memory.upload(logits, found[-1], stream=stream)
+        sample(sampler, logits, tokens, stream=stream)
+
+    monkeypatch.setattr(drafter._batch, "append", changed_append)
+    monkeypatch.setattr(DeviceSampler, "sample", changed_sample)
+    return found
 
 
 class Pace:

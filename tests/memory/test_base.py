@@ -217,6 +217,48 @@ class TestRefusedCopies:
         assert array.tolist() == [0, 0, 0]
 
 
+class TestCopyRows:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_rows_of_tables(self, memory, stream, dtype):
+        source, target = random_array((6, 3, 5), dtype), random_array((4, 3, 5), dtype, seed=1)
+        table, into = memory.to_device(source, stream=stream), memory.to_device(target, stream=stream)
+        memory.copy_rows(into, table, [(0, 4, 2), (3, 1, 1), (2, 0, 0)], stream=stream)
+        target[0:2], target[3] = source[4:6], source[1]
+        assert same_bytes(into.numpy(), target)
+        assert same_bytes(table.numpy(), source)
+
+    def test_within_one_table_and_in_views(self, memory, stream):
+        table = memory.to_device(np.arange(10, dtype=np.int32), stream=stream)
+        memory.copy_rows(table[6:], table[:3], [(1, 0, 2)], stream=stream)
+        assert table.numpy().tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 9]
+
+    @pytest.mark.parametrize("move", [(3, 0, 2), (0, 5, 2), (-1, 0, 1), (0, -1, 1), (0, 0, -1)])
+    def test_rows_that_are_not_there(self, memory, stream, move):
+        table, into = (
+            memory.to_device(np.ones((6, 2), np.int32), stream=stream),
+            memory.to_device(np.zeros((4, 2), np.int32), stream=stream),
+        )
+        with raises(RangeError, "copy_rows", expected="rows within 6 and 4", got=f"{move[2]} of them from {move[1]} to {move[0]}"):
+            memory.copy_rows(into, table, [(0, 0, 1), move], stream=stream)
+        assert not into.numpy().any()
+
+    def test_tables_that_do_not_fit(self, memory, stream):
+        host = HostMemory()
+        foreign = host.to_device(np.ones((4, 2), np.int32), stream=host.create_stream())
+        into = memory.to_device(np.zeros((4, 2), np.int32), stream=stream)
+        of_floats, of_three = (memory.to_device(array, stream=stream) for array in (np.ones((4, 2), np.float32), np.ones((4, 3), np.int32)))
+        part = DeviceTensor(of_three.allocation, shape=(4, 2), strides=(3, 1), dtype="int32")
+        for source, error, expected in (
+            (foreign, PlaceError, "a tensor of"),
+            (of_floats, DTypeError, "rows of one dtype"),
+            (of_three, ShapeError, "rows of one shape"),
+            (part, ShapeError, "a dense tensor of rows"),
+        ):
+            with raises(error, "copy_rows", expected=expected):
+                memory.copy_rows(into, source, [(0, 0, 1)], stream=stream)
+        assert not into.numpy().any()
+
+
 class TestRead:
     @given(data=st.data())
     def test_any_view(self, memory, data):

@@ -18,7 +18,7 @@ from tests.helpers.assertions import assert_close
 from tests.helpers.eagle3 import NUM_LAYERS, HeadInFloat64, ring_tokens, write_head, write_model, write_ring_head, write_ring_model
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.mtp import ring_prompts
-from tests.helpers.sessions import ahead, by_prompt, drain
+from tests.helpers.sessions import ahead, by_prompt, draft_logits, drafts_on_device, drain, hidden_states
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS
 from tests.session.test_mtp_drafter import PROMPTS, Open, Watched, drafter_of, params, random_program
@@ -53,13 +53,13 @@ def ring_head(tmp_path_factory: pytest.TempPathFactory, ring: Path) -> Path:
     return write_ring_head(tmp_path_factory.mktemp("models") / "ring_head", ring)
 
 
-@pytest.fixture
-def opens(folder: Path) -> Iterator[Open]:
+@pytest.fixture(params=["host", "device"])
+def opens(request: pytest.FixtureRequest, folder: Path) -> Iterator[Open]:
     sessions: list[InferenceSession] = []
 
     def open_one(draft: Any, model: Path = folder, **options: Any) -> InferenceSession:
         sessions.append(InferenceSession.from_model(model, **{**OPTIONS, "max_batch_size": 3, "draft": draft, **options}))
-        return sessions[-1]
+        return drafts_on_device(sessions[-1]) if request.param == "device" else sessions[-1]
 
     yield open_one
     for session in sessions:
@@ -87,9 +87,7 @@ def with_layers(model: Path, layers: HiddenLayers, **options: Any) -> InferenceS
 def states_of(session: InferenceSession, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
     """Return the hidden states that a session has of tokens."""
     session.prefill([tokens])
-    states = session._runner.hidden_states
-    assert states is not None
-    return states[0][: len(tokens)].copy()
+    return hidden_states(session, 0, len(tokens))
 
 
 @pytest.mark.parametrize(
@@ -150,11 +148,9 @@ class CheckedHead:
     def __init__(self, session: InferenceSession, head: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
         drafter = drafter_of(session)
-        append = drafter._batch.append
         self.watched, self._oracle = Watched(drafter), HeadInFloat64(head, model)
         self._model, self._layers = model, tuple(self._oracle.config.get("eagle_aux_hidden_state_layer_ids", (2, 3, 4)))
-        self.logits: list[np.ndarray[Any, Any]] = []
-        monkeypatch.setattr(drafter._batch, "append", lambda rows: self.logits.append(append(rows)) or self.logits[-1])
+        self.logits = draft_logits(drafter, monkeypatch)
 
     def check(self) -> None:
         found = iter(self.logits)

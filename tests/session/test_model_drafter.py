@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model
 from tests.helpers.recording import poison
-from tests.helpers.sessions import by_prompt, drain
+from tests.helpers.sessions import by_prompt, draft_logits, drafts_on_device, drain
 from tests.paths import GOLDEN, ROOT
 from tests.session.reference_sessions import OPTIONS, fails
 from trt_kvcache import DraftedSequence, InferenceSession, SamplingParams
@@ -38,13 +38,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "small", seed=8, vocab_size=40)
 
 
-@pytest.fixture
-def opens(large: Path) -> Iterator[Open]:
+@pytest.fixture(params=["host", "device"])
+def opens(request: pytest.FixtureRequest, large: Path) -> Iterator[Open]:
     sessions: list[InferenceSession] = []
 
     def open_one(draft: Any, **options: Any) -> InferenceSession:
         sessions.append(InferenceSession.from_model(large, **{**OPTIONS, "max_batch_size": 3, "draft": draft, **options}))
-        return sessions[-1]
+        return drafts_on_device(sessions[-1]) if request.param == "device" else sessions[-1]
 
     yield open_one
     for session in sessions:
@@ -131,7 +131,7 @@ def test_slots_of_requests_that_go_on_later(opens: Open, large: Path) -> None:
     assert len({slot for slot, _ in drafter._places.values()}) == len(drafter._places)
 
 
-def test_a_new_request_takes_a_slot_that_no_other_has(opens: Open, large: Path) -> None:
+def test_a_new_request_takes_a_slot_that_no_other_has(opens: Open, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = small_of(opens(large))
     requests = [Request(index, row, SamplingParams(seed=1), tokenizer=None, eos_token_ids=()) for index, row in enumerate(PROMPTS)]
 
@@ -149,16 +149,15 @@ def test_a_new_request_takes_a_slot_that_no_other_has(opens: Open, large: Path) 
     propose(1, 3)
     assert held() == [3, 1, 2]
     assert drafter._runner.slots[1].length == len(PROMPTS[1]) + 3
-    count = drafter._batch.statistics.prefill_tokens
+    ran, enqueue = [], drafter._runner._enqueue
+    monkeypatch.setattr(drafter._runner, "_enqueue", lambda chunk: (ran.append(sum(chunk.takes)), enqueue(chunk)))
     propose(2)
-    assert drafter._batch.statistics.prefill_tokens == count + 3  # the last token again, and two of the draft
+    assert ran == [1, 1, 1]  # the last token again, and two of the draft
 
 
 def test_logits_that_are_not_finite_end_a_draft_and_no_sequence(opens: Open, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opens(large)
-    batch = small_of(session)._batch
-    append = batch.append
-    monkeypatch.setattr(batch, "append", lambda rows: append(rows) * np.float32(np.nan))
+    draft_logits(small_of(session), monkeypatch, change=np.nan)
     expected = by_prompt(opens(None).generate(PROMPTS[:3], params()[:3]))
     assert by_prompt(session.generate(PROMPTS[:3], params()[:3])) == expected
     assert session.statistics.draft_tokens == 0

@@ -20,7 +20,7 @@ from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.mtp import head_in_float64, ring_prompts, write_mtp_model, write_ring_model
 from tests.helpers.quantized_models import FP8_CONFIG, fp8_blocks, write_quantized, write_values
 from tests.helpers.recording import Drafter, known_truth, poison
-from tests.helpers.sessions import ahead, by_prompt, drain
+from tests.helpers.sessions import ahead, by_prompt, draft_logits, drafts_on_device, drain
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS, fails
 from trt_kvcache import Checkpoint, DraftedSequence, InferenceSession, SamplingParams
@@ -44,13 +44,13 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_ring_model(tmp_path_factory.mktemp("models") / "ring")
 
 
-@pytest.fixture
-def opens(folder: Path) -> Iterator[Open]:
+@pytest.fixture(params=["host", "device"])
+def opens(request: pytest.FixtureRequest, folder: Path) -> Iterator[Open]:
     sessions: list[InferenceSession] = []
 
     def open_one(draft: Any, model: Path = folder, **options: Any) -> InferenceSession:
         sessions.append(InferenceSession.from_model(model, **{**OPTIONS, "max_batch_size": 3, "draft": draft, **options}))
-        return sessions[-1]
+        return drafts_on_device(sessions[-1]) if request.param == "device" else sessions[-1]
 
     yield open_one
     for session in sessions:
@@ -141,10 +141,8 @@ class CheckedHead:
     def __init__(self, session: InferenceSession, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
         drafter = drafter_of(session)
-        append = drafter._batch.append
         self.watched, self.model = Watched(drafter), model
-        self.logits: list[np.ndarray[Any, Any]] = []
-        monkeypatch.setattr(drafter._batch, "append", lambda rows: self.logits.append(append(rows)) or self.logits[-1])
+        self.logits = draft_logits(drafter, monkeypatch)
 
     def check(self) -> None:
         config, weights = json.loads((self.model / "config.json").read_text()), load_file(self.model / "model.safetensors")

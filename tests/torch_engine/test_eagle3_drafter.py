@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.assertions import assert_close
 from tests.helpers.eagle3 import write_head, write_model, write_ring_head, write_ring_model
 from tests.helpers.mtp import ring_prompts
-from tests.helpers.sessions import by_prompt
+from tests.helpers.sessions import by_prompt, hidden_states
 from tests.paths import GOLDEN
 from tests.reference.rig import golden
 from tests.session.reference_sessions import OPTIONS
@@ -38,7 +38,7 @@ from tests.session.test_eagle3_drafter import (  # noqa: E402
     test_options_that_round,  # noqa: F401
     test_the_tokens_are_those_without_drafts,  # noqa: F401
 )
-from tests.session.test_mtp_drafter import drafter_of, params  # noqa: E402
+from tests.session.test_mtp_drafter import Open, drafter_of, params  # noqa: E402
 from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice  # noqa: E402
 from tests.torch_engine.test_families import FAMILIES  # noqa: E402
 from trt_kvcache import InferenceSession  # noqa: E402
@@ -61,9 +61,7 @@ def test_hidden_states_of_all_layers_are_those_of_numpy(model: str, monkeypatch:
         with InferenceSession.from_model(GOLDEN / model, engine=kind, **sizes) as session:
             session.prefill([ids[:9], ids[4:7]])
             session.decode([3, 4])
-            states = session._runner.hidden_states
-            assert states is not None
-            found.append(np.concatenate([states[0][:10], states[1][:4]]))
+            found.append(np.concatenate([hidden_states(session, 0, 10), hidden_states(session, 1, 4)]))
     layers, hidden = session.model.num_layers + 1, session.model.hidden_size
     assert found[0].shape == (14, layers * hidden)
     for place in range(layers):
@@ -84,11 +82,10 @@ def test_reduced_hidden_states_are_those_of_numpy(tmp_path: Path, dtype: str, to
         with InferenceSession.from_model(model, engine=kind, draft=place, **sizes) as session:
             session.prefill([[*range(3, 12)], [4, 5, 6]])
             session.decode([3, 4])
-            states, of_head = session._runner.hidden_states, drafter_of(session)._runner
-            assert states is not None
-            assert {states._step.dtype, of_head.hidden_states._step.dtype, of_head.hidden_inputs._step.dtype} == {rows}  # type: ignore[union-attr]
-            assert (states[0].dtype, states[0].shape) == (np.float32, (24, 24))
-            found.append(np.concatenate([states[0][:10], states[1][:4]]))
+            engine, of_head = session.engine, drafter_of(session)._parts.engine
+            assert {engine.hidden_states.dtype, of_head.hidden_states.dtype, of_head.hidden_inputs.dtype} == {rows}  # type: ignore[attr-defined]
+            found.append(np.concatenate([hidden_states(session, 0, 10), hidden_states(session, 1, 4)]))
+            assert found[-1].shape == (14, 24)
     assert_close(found[1], found[0], tolerance)
     assert len(np.unique(found[0])) > 300
 
@@ -100,21 +97,25 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return cuda
 
 
-def test_steps_that_are_captured_hand_out_hidden_states_and_read_them(request: pytest.FixtureRequest, captured: FakeCuda) -> None:
-    open_one, model, draft = (request.getfixturevalue(name) for name in ("opens", "ring", "ring_head"))
+def test_steps_that_are_captured_hand_out_hidden_states_and_read_them(
+    opens: Open,  # noqa: F811
+    ring: Path,  # noqa: F811
+    ring_head: Path,  # noqa: F811
+    captured: FakeCuda,
+) -> None:
     prompts, asked = ring_prompts(5), params()
-    expected = by_prompt(open_one(None, model, engine="numpy").generate(prompts, asked))
-    session = open_one(draft, model)
+    expected = by_prompt(opens(None, ring, engine="numpy").generate(prompts, asked))
+    session = opens(ring_head, ring)
     for _ in range(3):  # the second run captures, the third one replays
         assert by_prompt(session.generate(prompts, asked)) == expected
     assert session.statistics.acceptance_rate > 0.95
     assert captured.replays > captured.captures > 5
 
 
-def test_a_ring_of_the_sizes_of_kernels(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_ring_of_the_sizes_of_kernels(opens: Open, tmp_path: Path) -> None:  # noqa: F811
     """The models of the tests on a GPU."""
-    open_one, prompts, asked = request.getfixturevalue("opens"), ring_prompts(3), params()[:3]
+    prompts, asked = ring_prompts(3), params()[:3]
     model = write_ring_model(tmp_path / "model", hidden_size=64, head_dim=64)
-    session = open_one(write_ring_head(tmp_path / "head", model, head_dim=64), model)
-    assert by_prompt(session.generate(prompts, asked)) == by_prompt(open_one(None, model).generate(prompts, asked))
+    session = opens(write_ring_head(tmp_path / "head", model, head_dim=64), model)
+    assert by_prompt(session.generate(prompts, asked)) == by_prompt(opens(None, model).generate(prompts, asked))
     assert session.statistics.acceptance_rate > 0.95

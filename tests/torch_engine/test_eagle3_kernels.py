@@ -9,7 +9,7 @@ from tests.helpers.assertions import assert_close
 from tests.helpers.eagle3 import write_head, write_model, write_ring_head, write_ring_model
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.mtp import ring_prompts
-from tests.helpers.sessions import by_prompt
+from tests.helpers.sessions import by_prompt, hidden_states
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
 
@@ -20,6 +20,8 @@ from tests.torch_engine.test_kernels import SIZES, calls  # noqa: E402, F401
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine, SamplingParams  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config  # noqa: E402
 from trt_kvcache.session import open_model as opening  # noqa: E402
+from trt_kvcache.session.draft_pace import DraftPace  # noqa: E402
+from trt_kvcache.session.hidden_states import downloaded  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
@@ -33,8 +35,7 @@ def test_hidden_states_of_all_layers_are_those_of_numpy(memory, calls):  # noqa:
         with InferenceSession(opens(checkpoint, **options, memory=place), KVCacheManager(kv, memory=place)) as session:
             session.prefill([[*range(11)], [3, 4]])
             session.decode([5, 6])
-            states = session._runner.hidden_states
-            found.append(np.concatenate([states[0][:12], states[1][:3]]))
+            found.append(np.concatenate([hidden_states(session, 0, 12), hidden_states(session, 1, 3)]))
     assert calls["add_rms_norm"] > 0
     for ours, expected in zip(*(np.split(one, 6, -1) for one in found), strict=True):
         assert_close(ours, expected, 2e-2)
@@ -44,17 +45,18 @@ def test_hidden_states_of_all_layers_are_those_of_numpy(memory, calls):  # noqa:
 def test_a_step_of_a_head_reduces_and_leaves_its_hidden_states_as_they_are(memory, calls, tmp_path, monkeypatch, changes):  # noqa: F811
     monkeypatch.setattr(opening, "_torch_memory", lambda options: memory)
     model = write_model(tmp_path / "model", hidden_size=64, head_dim=64, scale=0.1)
-    head = write_head(tmp_path / "head", model, head_dim=64, scale=0.1, **changes)
+    place = write_head(tmp_path / "head", model, head_dim=64, scale=0.1, **changes)
     options, found = {"dtype": "float16", "max_batch_size": 1, "max_sequence_length": 24, "max_prefill_length": 4}, []
     for engine in ("numpy", "torch"):
-        with InferenceSession.from_model(model, engine=engine, draft=head, **options) as session:
+        with InferenceSession.from_model(model, engine=engine, draft=place, **options) as session:
             session.prefill([[5, 6, 7, 8]])
-            states, own = session._runner.hidden_states, drafter_of(session)
-            own._inputs[0][:4] = states[0][:4]
-            logits = own._append({0: [6, 7, 8, 9]})[0]
-            found.append((states[0][:4].copy(), own._states[0][:4].copy(), logits[3:40]))
+            states, own = session._runner.hidden_states.rows(0, 0, 4), drafter_of(session)
+            own._inputs.read_from(0, states)
+            (logits,) = own._batch.append([[6, 7, 8, 9]])
+            head = own._parts.engine
+            found.append((downloaded(states), downloaded(head.hidden_states.table[:4]), logits[3:40]))
             assert np.isneginf(np.delete(logits, np.arange(3, 40))).all()
-            np.testing.assert_array_equal(own._inputs._step.table[:4].numpy(), own._inputs[0][:4].astype(own._inputs._step.dtype))
+            np.testing.assert_array_equal(head.hidden_inputs.table[:4].numpy(), states.numpy())
     assert calls["add_rms_norm"] > 0
     for ours, expected in zip(found[1], found[0], strict=True):
         assert_close(ours, expected, 2e-2)
@@ -62,6 +64,7 @@ def test_a_step_of_a_head_reduces_and_leaves_its_hidden_states_as_they_are(memor
 
 def test_a_head_that_is_right_is_accepted(memory, calls, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(opening, "_torch_memory", lambda options: memory)
+    monkeypatch.setattr(DraftPace, "allows", lambda self, running: True)  # the emulator takes longer
     model = write_ring_model(tmp_path / "model", hidden_size=64, head_dim=64)
     head = write_ring_head(tmp_path / "head", model, head_dim=64)
     options = {"dtype": "float16", "max_batch_size": 2, "max_sequence_length": 24}

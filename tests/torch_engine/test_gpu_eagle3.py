@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.assertions import assert_close
 from tests.helpers.eagle3 import write_head, write_model, write_ring_head, write_ring_model
 from tests.helpers.mtp import ring_prompts
-from tests.helpers.sessions import by_prompt
+from tests.helpers.sessions import by_prompt, hidden_states
 from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
@@ -62,10 +62,8 @@ def test_hidden_states_are_those_of_numpy(tmp_path: Path, dtype: str, tolerance:
             session.prefill(PROMPTS[:3])
             for token in range(4):
                 session.decode([token, token + 1, token + 2])
-            states = session._runner.hidden_states
-            assert states is not None
-            found.append([states[slot][: len(prompt) + 4] for slot, prompt in enumerate(PROMPTS[:3])])
-            assert states._step.dtype == (dtype if engine == "torch" else "float32")
+            found.append([hidden_states(session, slot, len(prompt) + 4) for slot, prompt in enumerate(PROMPTS[:3])])
+            assert session.engine.hidden_states.dtype == (dtype if engine == "torch" else "float32")  # type: ignore[attr-defined]
     for one, other in zip(*found, strict=True):
         assert one.shape[1] == 64
         assert_close(other, one, tolerance)

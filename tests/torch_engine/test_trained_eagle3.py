@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.helpers.eagle3 import write_head
-from tests.helpers.sessions import by_prompt
+from tests.helpers.sessions import by_prompt, hidden_states
 from tests.paths import ROOT
 from tests.torch_engine.needs_torch import need_torch
 
@@ -92,7 +92,7 @@ def test_a_trained_head_is_accepted_more_often_than_the_same_weights_in_another_
         session = InferenceSession.from_model(MODEL, **{**OPTIONS, "max_batch_size": len(rows)})
     with session:
         session.prefill(rows.tolist())
-        states = np.stack([session._runner.hidden_states[slot][:160] for slot in range(len(rows))])
+        states = np.stack([hidden_states(session, slot, 160) for slot in range(len(rows))])
     train(head, rows, states, steps=100)
     prompts = [ids[start : start + 20] for start in (10, 300, 600, 900)]
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)

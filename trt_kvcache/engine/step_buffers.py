@@ -43,6 +43,7 @@ class StepBuffers:
             self._host_ids = memory.staging(self.input_ids.shape, index_dtypes[0])
             self._last_tokens = self.last_token_ids.reshape(max_batch_size * max_logits_per_slot)
             self._host_last = memory.staging(self._last_tokens.shape, index_dtypes[1])
+            self._host_first = memory.staging((max_batch_size,), index_dtypes[1])  # zeros, always
             self._host_start = memory.staging(self.start_index.shape, "int32")
             self._host_new = memory.staging((max_batch_size,), "int32") if has_states else None
             self._host_logits = memory.staging(self.logits.shape, logits_dtype)
@@ -67,7 +68,15 @@ class StepBuffers:
         ids, host_ids = self._ids_of(len(tokens), 1)
         host_ids[:, 0] = tokens
         self._memory.upload(ids, host_ids, stream=stream)
-        self._write_last([0] * len(tokens), stream)
+        self.want_first_logits(len(tokens), stream=stream)
+
+    def want_first_logits(self, count: int, *, stream: Any) -> None:
+        """Want the logits of one token in each slot. No wait is needed since the last enqueue: nothing is written on the host."""
+        wanted = [0] * count
+        if self._last != wanted:
+            self._last = []
+            self._memory.upload(self._last_tokens[:count], self._host_first[:count], stream=stream)
+            self._last = wanted
 
     def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any, every_logit: bool = False) -> None:
         """Upload the new tokens of each slot, right-padded with 0; a row may be empty. Stream-ordered.

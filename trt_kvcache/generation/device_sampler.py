@@ -31,9 +31,6 @@ from trt_kvcache.memory.cuda_driver import cuda_core_error
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Pages of results that may be in flight to the host at once.
-_PAGES = 2
-
 #: Token ids for penalty counts.
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -95,9 +92,10 @@ class DeviceSampler(Uncopyable):
     """Sampling parameters, penalty counts and bias of all slots in device memory; it chooses the tokens of ``Request.choose``.
 
     A step is :meth:`sample`, :meth:`download`, then :meth:`SampledTokens.read`, while the next step may run.
+    ``pages``: steps whose results may be in flight to the host at once.
     """
 
-    def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, stream: Any) -> None:
+    def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, pages: int = 2, stream: Any) -> None:
         int_in_range("max_batch_size", max_batch_size, 1)
         self._memory, self._vocab_size = memory, vocab_size
         self._workspace = SamplingWorkspace(memory, rows=max_batch_size, vocab_size=vocab_size, edits=False, stream=stream)
@@ -111,7 +109,7 @@ class DeviceSampler(Uncopyable):
         self._infos = StateInfos([params], stream=stream)
         self._pages = [
             (memory.staging((max_batch_size, ROW_RESULT.itemsize), "uint8"), memory.staging((max_batch_size, words), "int32"))
-            for _ in range(_PAGES)
+            for _ in range(pages)
         ]
         self._page = 0
         self._position_page: Any = None
@@ -238,11 +236,11 @@ class DeviceSampler(Uncopyable):
     def download(self, batch: int, *, stream: Any) -> SampledTokens:
         """Copy the tokens of the last :meth:`sample`, which may have been a graph replay, to pinned memory, stream-ordered.
 
-        The result must be read before the second next call overwrites its page.
+        The result must be read before a later call overwrites its page: the second next one, or that after ``pages``.
         """
         int_in_range("batch", batch, 1, len(self._tops))
         results, logprobs = (page[:batch] for page in self._pages[self._page])
-        self._page = (self._page + 1) % _PAGES
+        self._page = (self._page + 1) % len(self._pages)
         self._memory.download(results, self._rows.results[:batch], stream=stream)
         wanted = self._wants_logprobs
         if wanted:

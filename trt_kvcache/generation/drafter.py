@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.memory.tensor import DeviceTensor
+
 if TYPE_CHECKING:
     from trt_kvcache.generation.request import Request
 
@@ -30,7 +32,8 @@ class DraftedSequence(NamedTuple):
     hidden_states : ndarray (n, hidden_size) float32, optional
         Output of the final norm of the last n tokens in the cache, to be read only; none of earlier tokens, which were copied from a prefix
         cache or a snapshot. In a session with an EAGLE-3 head, the residual stream before three layers, reduced by ``fc`` of the head to
-        its ``hidden_size``. None unless the session was opened with ``draft="mtp"`` or such a head.
+        its ``hidden_size``. None unless the session was opened with ``draft="mtp"`` or such a head. A drafter whose attribute
+        ``takes_device_states`` is True gets a :class:`~trt_kvcache.DeviceTensor` in the dtype of the engine, valid until it returns.
 
     Examples
     --------
@@ -44,7 +47,7 @@ class DraftedSequence(NamedTuple):
     length: int
     pending: tuple[int, ...]
     limit: int
-    hidden_states: npt.NDArray[np.float32] | None = None
+    hidden_states: npt.NDArray[np.float32] | DeviceTensor | None = None
 
     @property
     def num_tokens(self) -> int:

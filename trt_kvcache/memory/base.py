@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trt_kvcache._util.short_repr import short_repr
-from trt_kvcache.errors import DTypeError, PlaceError, ShapeError
+from trt_kvcache.errors import DTypeError, PlaceError, RangeError, ShapeError
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: A NumPy array of any shape and dtype.
@@ -267,6 +267,24 @@ class Memory(Protocol):
             The tensor is of another memory, or is not contiguous.
         """
 
+    def copy_rows(self, destination: DeviceTensor, source: DeviceTensor, moves: Sequence[tuple[int, int, int]], *, stream: Any) -> None:
+        """Copy rows between two tables of this memory.
+
+        Parameters
+        ----------
+        destination, source : DeviceTensor (n, ...)
+            Contiguous, with rows of the same shape and dtype. They may be one tensor if the moves do not overlap.
+        moves : sequence of (int, int, int)
+            First row of the destination, first row of the source, and number of rows. One copy each.
+        stream : cuda.core.Stream or GraphBuilder, or HostStream
+            The copies are ordered on it.
+
+        Raises
+        ------
+        PlaceError, ShapeError, DTypeError, RangeError
+            The tables do not fit, or have no such rows. Nothing was copied.
+        """
+
     def read(self, tensor: DeviceTensor) -> Array:
         """Return a copy of a view on the host. Waits for all work given to the device before the call.
 
@@ -331,3 +349,21 @@ def check_copy(what: str, tensor: DeviceTensor, array: Array, memory: Memory) ->
         raise DTypeError(f"{what}: the tensor holds {tensor.dtype}, the host array {array.dtype}.")
     if not (tensor.is_contiguous and array.flags.c_contiguous):
         raise ShapeError(f"{what}: expected a dense tensor and a dense host array.")
+
+
+def check_row_moves(destination: DeviceTensor, source: DeviceTensor, moves: Sequence[tuple[int, int, int]], memory: Memory) -> None:
+    """Check copies of rows between two tables before they start."""
+    for name, table in (("destination", destination), ("source", source)):
+        if table.memory is not memory:
+            raise PlaceError(f"copy_rows: {name}: expected a tensor of {memory.device}, got one of {table.memory.device}.")
+        if not (table.ndim and table.is_contiguous):
+            raise ShapeError(f"copy_rows: {name}: expected a dense tensor of rows, got {table!r}.")
+    if destination.shape[1:] != source.shape[1:]:
+        raise ShapeError(f"copy_rows: expected rows of one shape, got {source.shape[1:]} and {destination.shape[1:]}.")
+    if destination.dtype != source.dtype:
+        raise DTypeError(f"copy_rows: expected rows of one dtype, got {source.dtype} and {destination.dtype}.")
+    for to, first, count in moves:
+        if min(to, first, count) < 0 or to + count > len(destination) or first + count > len(source):
+            raise RangeError(
+                f"copy_rows: expected rows within {len(source)} and {len(destination)}, got {count} of them from {first} to {to}."
+            )

@@ -13,7 +13,7 @@ from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import CaptureError, CudaError, PlaceError, RangeError, ShapeError
-from trt_kvcache.memory.base import Array, check_copy
+from trt_kvcache.memory.base import Array, check_copy, check_row_moves
 from trt_kvcache.memory.cuda_buffer import CudaBuffer, bytes_of
 from trt_kvcache.memory.cuda_driver import check, find_gpu
 from trt_kvcache.memory.dlpack import device_capsule
@@ -215,6 +215,19 @@ class CudaMemory(Uncopyable):
         if destination.nbytes:
             self.make_current()
             check(self._driver.cuMemcpyDtoHAsync(_address(destination), source.ptr, destination.nbytes, _handle(stream)))
+
+    def copy_rows(self, destination: DeviceTensor, source: DeviceTensor, moves: Sequence[tuple[int, int, int]], *, stream: Any) -> None:
+        """Copy rows between tables: see :meth:`Memory.copy_rows`."""
+        self.check_stream(stream)
+        check_row_moves(destination, source, moves, self)
+        self.make_current()
+        nbytes = source.nbytes // max(1, len(source))
+        for to, first, count in moves:
+            if count and nbytes:
+                copied = self._driver.cuMemcpyDtoDAsync(
+                    destination.ptr + to * nbytes, source.ptr + first * nbytes, count * nbytes, _handle(stream)
+                )
+                check(copied)
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
         """Set the bytes of a tensor to zero: see :meth:`Memory.zero`."""

@@ -11,7 +11,7 @@ from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.dtypes import dlpack_code, dtype_name, numpy_dtype
 from trt_kvcache.errors import CapacityError, PlaceError, ShapeError
-from trt_kvcache.memory.base import Array, check_copy
+from trt_kvcache.memory.base import Array, check_copy, check_row_moves
 from trt_kvcache.memory.dlpack import dltensor_in
 from trt_kvcache.memory.owned_bytes import OwnedBytes
 from trt_kvcache.memory.shapes import ALIGNMENT
@@ -121,6 +121,14 @@ class HostMemory(Uncopyable):
         self.check_stream(stream)
         check_copy("download", source, destination, self)
         destination[...] = self.array(source)
+
+    def copy_rows(self, destination: DeviceTensor, source: DeviceTensor, moves: Sequence[tuple[int, int, int]], *, stream: Any) -> None:
+        """Copy rows between tables: see :meth:`Memory.copy_rows`."""
+        self.check_stream(stream)
+        check_row_moves(destination, source, moves, self)
+        into, out_of = self.array(destination), self.array(source)
+        for to, first, count in moves:
+            into[to : to + count] = out_of[first : first + count]
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
         """Set the bytes of a tensor to zero: see :meth:`Memory.zero`."""

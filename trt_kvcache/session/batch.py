@@ -164,7 +164,7 @@ class Batch:
             copy.restore(self._cache, slot, length, stream=stream)
             after[slot] = slots[slot].restored(slots[source].row[slots[slot].length : length])
             if self._runner.hidden_states is not None:
-                self._runner.hidden_states.copy(source, slot, length)
+                self._runner.hidden_states.copy(source, slot, length, stream=stream)
                 after[slot] = after[slot]._replace(copied=min(slots[source].copied, length))
         self._commit_restored(slots, after)
         return after
@@ -180,7 +180,7 @@ class Batch:
         self._runner.overwrite_states()
         self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._runner.stream)
         if self._runner.hidden_states is not None:
-            self._runner.hidden_states.compact(mapping, [slot.length for slot in slots])
+            self._runner.hidden_states.compact(mapping)
         self._runner.apply([slots[slot] for _, slot in kept])
 
     # --- sequences ---
@@ -233,6 +233,16 @@ class Batch:
             slots, logits = self.prefilled(self._runner.slots, plan, chunks)
             self._runner.apply(slots)
         return self._stacked(logits, len(slots))
+
+    def run(self, rows: Rows) -> None:
+        """Run new tokens of the active slots, none of which has pending ones. No logits come to the host."""
+        plan = StepPlan.of(rows, LogitsWanted.NONE)
+        chunks = self._runner.chunks(self._check_one_each("rows", len(rows)), plan)
+        with self._runner.work():
+            for chunk, parts in _parts_of(plan.rows, chunks):
+                self._runner.prefill(chunk, parts)
+                self._runner.synchronize()  # the next enqueue overwrites the host's buffers
+            self._runner.apply(plan.applied(self._runner.slots))
 
     @nvtx_range("decode")
     def decode(self, tokens: Sequence[int]) -> Logits:
@@ -429,6 +439,14 @@ class Batch:
             self._rewind(slot, length, held=after[slot].length)
             after[slot] = after[slot].shortened(length)
             self._runner.apply(after)
+
+    def shorten(self, lengths: Sequence[int]) -> None:
+        """Shorten all active slots, of a model without states, in one launch, and drop their pending tokens."""
+        self._runner.checked_lengths()
+        if list(lengths) != self.held:
+            with self._runner.work():
+                self._cache.reset_for_new_sequences(lengths, stream=self._runner.stream)
+                self._runner.apply([slot.shortened(length) for slot, length in zip(self._runner.slots, lengths, strict=True)])
 
     def load(self, snapshots: Sequence[Snapshot]) -> None:
         """Start new sequences, one from each snapshot. The snapshots were checked to fit."""

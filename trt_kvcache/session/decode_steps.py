@@ -21,6 +21,7 @@ from trt_kvcache.generation.verify_sampler import VerifySampler
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.session.batch import Batch, Logits
 from trt_kvcache.session.chunks import Chunk
+from trt_kvcache.session.draft_pace import DraftPace
 from trt_kvcache.session.draft_plan import DraftPlan, plan_drafts
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
@@ -83,6 +84,8 @@ class DecodeSteps:
         self._sampled: Mapping[int, Cursor | None] = {}
         self._ahead: _StepAhead | None = None
         self._verify_sampler: VerifySampler | None = None
+        # On a CPU, steps take milliseconds of other programs too.
+        self._pace = None if runner.cache.memory.is_host else DraftPace()
         #: True if tokens are chosen on the device. Tests set it over host memory.
         self.on_device = not runner.cache.memory.is_host and self.can_be_on_device
 
@@ -103,7 +106,17 @@ class DecodeSteps:
             slots = self._batch.with_room_for_idle_rows(slots, plan)
         if plan.is_wide:  # verified rows were overwritten before they were committed
             return self._choose(*self._run_again(slots, plan), requests, plan, waits=waits)
-        drafts = plan_drafts(self._runner, slots, requests, plan)
+        pace = self._pace if any(request.drafting is not None for request in requests) else None
+        running = sum(map(bool, plan.rows))
+        drafts = None if pace is not None and not pace.allows(running) else plan_drafts(self._runner, slots, requests, plan)
+        step = self._run_or_verify(slots, requests, plan, drafts, ahead=ahead, waits=waits)
+        if pace is not None:
+            pace.count(running, sum(map(len, step.choices.values())), drafted=step.verified is not None)
+        return step
+
+    def _run_or_verify(
+        self, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, drafts: DraftPlan | None, *, ahead: bool, waits: bool
+    ) -> DecodeStep:
         if self.on_device and all(request.fits_device for request in compress(requests, plan.rows)):
             cursors = [Cursor(one, one.num_tokens) if row else None for one, row in zip(requests, plan.rows, strict=True)]
             # A step ahead that is in flight is not wasted: the draft comes one step later.
@@ -243,7 +256,7 @@ class DecodeSteps:
         """Enqueue the step after one whose tokens are only on the device. An error is raised when the turn of that step comes."""
         after = [None if cursor is None else cursor.following() for cursor in cursors]
         try:
-            self._runner.enqueue_next(len(after))
+            self._runner.enqueue_next((1,) * len(after))
             return self._sample(after, sampled)
         except KVCacheError as error:
             return _StepAhead(after, error), {}

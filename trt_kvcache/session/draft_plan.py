@@ -10,6 +10,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.drafter import DraftedSequence, Drafter
 from trt_kvcache.generation.request import Request
 from trt_kvcache.session.chunks import Chunk
+from trt_kvcache.session.hidden_states import downloaded
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import LogitsWanted, StepPlan
@@ -53,7 +54,10 @@ def _sequences(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request
             room = runner.cache.lengths.max_sequence_length - slot.length - 1
             limit = min(request.drafting.length(request.num_tokens), longest, request.remaining - 1, room)
             if limit > 0:
-                hidden = None if runner.hidden_states is None else runner.hidden_states[index][slot.copied : slot.length]
+                hidden = None
+                if runner.hidden_states is not None:
+                    rows = runner.hidden_states.rows(index, slot.copied, slot.length)
+                    hidden = rows if getattr(request.drafting.drafter, "takes_device_states", False) else downloaded(rows)
                 found[index] = DraftedSequence(request, slot.row, slot.length, tuple(plan.rows[index]), limit, hidden)
     return found
 

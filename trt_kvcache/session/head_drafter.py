@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.generation.drafter import DraftedSequence
 from trt_kvcache.generation.request import Request
-from trt_kvcache.session.batch import Logits
+from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.model_drafter import ModelDrafter
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 class HeadDrafter(ModelDrafter):
     """Generates drafts with an MTP or EAGLE-3 head that has a cache of its own."""
 
+    #: Hidden states of sequences may stay on the device.
+    takes_device_states = True
+
     # At position t the head reads the token at t + 1 and the hidden state of the model at t, in a draft its own hidden state; its logits
     # are of the next token. vLLM drafts in the same way (vllm/v1/spec_decode/eagle.py): after a verification, the head reads the hidden
     # states of the model.
@@ -25,8 +29,7 @@ class HeadDrafter(ModelDrafter):
     def __init__(self, parts: SessionParts, *, vocab_size: int) -> None:
         super().__init__(parts, vocab_size=vocab_size)
         assert self._runner.hidden_inputs is not None
-        assert self._runner.hidden_states is not None
-        self._inputs, self._states = self._runner.hidden_inputs, self._runner.hidden_states
+        self._inputs = self._runner.hidden_inputs
         #: True for a multi-token prediction (MTP) head.
         self.is_mtp = parts.model.merge_norm is not None
         # Position of the first hidden state that the slot of each request holds.
@@ -37,22 +40,30 @@ class HeadDrafter(ModelDrafter):
         limits = super()._limits(sequences)
         return [limit if _num_states(one) and len(one.pending) == 1 else 0 for one, limit in zip(sequences, limits, strict=True)]
 
-    def _new_tokens(self, sequence: DraftedSequence, slot: int) -> list[int]:
-        """Rewind a slot to what the head has read of a sequence, and return the other tokens, with their hidden states as inputs."""
-        assert sequence.hidden_states is not None
+    def _kept(self, sequence: DraftedSequence, slot: int) -> int:
+        # Position 0 of the head is that of the first hidden state that is known.
         total = _num_states(sequence)
         first = sequence.length - total
-        count = min(self._known(sequence, slot), total - 1) if self._firsts.get(sequence.request) == first else 0
-        self._take_slot(sequence, slot, count, total)
-        self._firsts[sequence.request] = first
-        self._inputs[slot][count:total] = sequence.hidden_states[count:]
-        return sequence.tokens_from(first + 1 + count)
+        return min(self._known(sequence, slot), total - 1) if self._firsts.get(sequence.request) == first else 0
 
-    def _append_drafted(self, rows: dict[int, list[int]]) -> Logits:
-        for slot in rows:
-            length = self._batch[slot].length
-            self._inputs[slot][length] = self._states[slot][length - 1]
-        return super()._append_drafted(rows)
+    def _tokens(self, sequence: DraftedSequence, kept: int) -> list[int]:
+        return sequence.tokens_from(sequence.length - _num_states(sequence) + 1 + kept)
+
+    def _num_known(self, sequence: DraftedSequence) -> int:
+        return _num_states(sequence)
+
+    def _take_slots(self, sequences: Mapping[int, DraftedSequence], kept: Mapping[int, int]) -> None:
+        super()._take_slots(sequences, kept)
+        for slot, sequence in sequences.items():
+            self._firsts[sequence.request] = sequence.length - _num_states(sequence)
+            self._inputs.read_from(slot, self._on_device(sequence.hidden_states))
+
+    def _on_device(self, states: Any) -> DeviceTensor:
+        """Return hidden states in the memory of the head: a drafter of the caller may hand them on from the host."""
+        if isinstance(states, DeviceTensor):
+            return states
+        runner = self._runner
+        return runner.cache.memory.to_device(states.astype(numpy_dtype(self._inputs.dtype)), stream=runner.stream)
 
 
 def _num_states(sequence: DraftedSequence) -> int:

@@ -1,4 +1,4 @@
-"""``HiddenStates``: the hidden states of the tokens in each slot, downloaded after each step, or uploaded before one of an MTP head."""
+"""Hidden states in the memory of the cache: those of the tokens in each slot, and those that a draft head reads in its next enqueue."""
 
 from __future__ import annotations
 
@@ -10,59 +10,134 @@ import numpy.typing as npt
 
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.engine.step_rows import StepRows
+from trt_kvcache.memory.shapes import dense_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.chunks import Chunk
 
-Float32 = npt.NDArray[np.float32]
+#: Row to copy to, row to copy from, and number of rows.
+Moves = list[tuple[int, int, int]]
 
 
 class HiddenStates:
-    """float32 rows by slot and position in host memory, of rows of any dtype. As in the cache, none past a slot's length is read."""
+    """Rows by slot and position. As in the cache, rows past the length of a slot are never read. Copies are stream-ordered."""
 
     def __init__(self, rows: StepRows, cache: Cache) -> None:
-        _, hidden_size = rows.shape
+        _, width = rows.shape
         self._step = rows
-        # Pages of zeros take no memory before they are written.
-        self._table = np.zeros((cache.max_batch_size, cache.lengths.max_sequence_length, hidden_size), np.float32)
-        self._staging = rows.memory.staging(rows.shape, rows.dtype)
+        self._positions = cache.lengths.max_sequence_length
+        # Slots move by name: no row is copied in a compaction.
+        self._places = list(range(cache.max_batch_size))
+        shape, dtype = (cache.max_batch_size * self._positions, width), rows.table.dtype
+        stream = rows.memory.create_stream()
+        self._allocation = rows.memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream)
+        rows.memory.synchronize(stream)
+        self._table = DeviceTensor(self._allocation, shape=shape, dtype=dtype)
 
     @classmethod
     def of(cls, rows: StepRows | None, cache: Cache) -> HiddenStates | None:
         """Return the hidden states of an engine; None for an engine without."""
         return None if rows is None else cls(rows, cache)
 
-    def __getitem__(self, slot: int) -> Float32:
-        """Return the rows ``[S, hidden]`` of a slot, to read or to write."""
-        found: Float32 = self._table[slot]
-        return found
+    def rows(self, slot: int, first: int, end: int) -> DeviceTensor:
+        """Return the rows ``[end - first, width]`` of a slot from a position on, as a view."""
+        start = self._places[slot] * self._positions
+        return self._table[start + first : start + end]
 
-    def download(self, starts: Sequence[int], chunk: Chunk, *, stream: Any) -> None:
-        """Store the rows of the last enqueue, which began at ``starts``. Waits for it."""
-        source = self._step.of_step(chunk.count, chunk.width)
-        found = self._staged(chunk)
-        self._step.memory.download(found, source, stream=stream)
-        self._step.memory.synchronize(stream)
-        for slot, start, rows in zip(range(chunk.first, chunk.end), starts, found, strict=True):
-            stored = self._table[slot, start : start + chunk.width]
-            stored[...] = rows[: len(stored)]
+    def store(self, starts: Sequence[int], chunk: Chunk, *, stream: Any) -> None:
+        """Store the rows of the last enqueue, which began at ``starts``."""
+        moves = [
+            (self._places[slot] * self._positions + start, index * chunk.width, min(chunk.width, self._positions - start))
+            for index, (slot, start) in enumerate(zip(_slots(chunk), starts, strict=True))
+        ]
+        self._step.memory.copy_rows(self._table, self._step.table, moves, stream=stream)
 
-    def upload(self, starts: Sequence[int], chunk: Chunk, *, stream: Any) -> None:
-        """Hand the rows from ``starts`` on to the next enqueue. Stream-ordered."""
-        staged = self._staged(chunk)
-        for slot, start, rows in zip(range(chunk.first, chunk.end), starts, staged, strict=True):
-            stored = self._table[slot, start : start + chunk.width]
-            rows[: len(stored)] = stored
-        self._step.memory.upload(self._step.of_step(chunk.count, chunk.width), staged, stream=stream)
-
-    def copy(self, source: int, slot: int, length: int) -> None:
+    def copy(self, source: int, slot: int, length: int, *, stream: Any) -> None:
         """Copy the first rows of a slot to another one."""
-        self._table[slot, :length] = self._table[source, :length]
+        to, first = (self._places[place] * self._positions for place in (slot, source))
+        self._step.memory.copy_rows(self._table, self._table, [(to, first, length)], stream=stream)
 
-    def compact(self, mapping: Sequence[int], lengths: Sequence[int]) -> None:
-        """Move the rows of slots of these lengths to their new places, -1 to drop."""
-        moves = [(new, self._table[slot, : lengths[slot]].copy()) for slot, new in enumerate(mapping) if new not in (-1, slot)]
-        for new, rows in moves:
-            self._table[new, : len(rows)] = rows
+    def compact(self, mapping: Sequence[int]) -> None:
+        """Move slots to their new places, -1 to drop."""
+        kept = {new: self._places[slot] for slot, new in enumerate(mapping) if new >= 0}
+        free = iter(sorted(set(self._places) - set(kept.values())))
+        self._places = [kept[slot] if slot in kept else next(free) for slot in range(len(self._places))]
 
-    def _staged(self, chunk: Chunk) -> npt.NDArray[Any]:
-        found: npt.NDArray[Any] = self._staging[: chunk.count * chunk.width].reshape(chunk.count, chunk.width, -1)
-        return found
+    def close(self) -> None:
+        """Release the rows. Idempotent."""
+        self._allocation.close()
+
+
+class HiddenInputs:
+    """Hidden states that a draft head reads beside its tokens: those of the large model where they are known, then its own.
+
+    ``outputs``: hidden states that the head returns.
+    """
+
+    def __init__(self, inputs: StepRows, outputs: StepRows, cache: Cache) -> None:
+        self._inputs, self._outputs = inputs, outputs
+        # Rows of the large model by slot, from position 0 of the head on.
+        self._of_model: dict[int, DeviceTensor] = {}
+        shape, dtype = (cache.max_batch_size, outputs.shape[1]), outputs.table.dtype
+        stream = outputs.memory.create_stream()
+        self._allocation = outputs.memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream)
+        outputs.memory.synchronize(stream)
+        # Of each slot, the state after its last token.
+        self._own = DeviceTensor(self._allocation, shape=shape, dtype=dtype)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the rows."""
+        return self._own.dtype
+
+    @classmethod
+    def of(cls, inputs: StepRows | None, outputs: StepRows | None, cache: Cache) -> HiddenInputs | None:
+        """Return the inputs of a draft head; None for other engines."""
+        return None if inputs is None or outputs is None else cls(inputs, outputs, cache)
+
+    def read_from(self, slot: int, states: DeviceTensor) -> None:
+        """Have the token at each position p of a slot read ``states[p]``; after the last one, the state of the head itself."""
+        self._of_model[slot] = states
+
+    def load(self, starts: Sequence[int], chunk: Chunk, *, stream: Any) -> None:
+        """Copy the rows of the next enqueue, which begins at ``starts``. Rows of padding keep earlier ones."""
+        own: Moves = []
+        for index, (slot, start, take) in enumerate(zip(_slots(chunk), starts, chunk.takes, strict=True)):
+            if not take:
+                continue
+            if start < len(self._of_model[slot]):
+                self._copy(self._inputs.table, self._of_model[slot], [(index * chunk.width, start, take)], stream)
+            else:
+                own.append((index * chunk.width, slot, 1))
+        self._copy(self._inputs.table, self._own, _joined(own), stream)
+
+    def keep(self, chunk: Chunk, *, stream: Any) -> None:
+        """Keep the state after the last token of each slot of an enqueue."""
+        last = [
+            (slot, index * chunk.width + take - 1, 1)
+            for index, (slot, take) in enumerate(zip(_slots(chunk), chunk.takes, strict=True))
+            if take
+        ]
+        self._copy(self._own, self._outputs.table, _joined(last), stream)
+
+    def _copy(self, destination: DeviceTensor, source: DeviceTensor, moves: Moves, stream: Any) -> None:
+        if moves:
+            self._inputs.memory.copy_rows(destination, source, moves, stream=stream)
+
+    def close(self) -> None:
+        """Release the rows. Idempotent."""
+        self._allocation.close()
+
+
+def _slots(chunk: Chunk) -> range:
+    return range(chunk.first, chunk.end)
+
+
+def _joined(moves: Moves) -> Moves:
+    """Return moves of single rows as one where both sides are contiguous: a step of one token in each slot."""
+    (to, first, _), count = moves[0] if moves else (0, 0, 0), len(moves)
+    return [(to, first, count)] if count > 1 and moves == [(to + index, first + index, 1) for index in range(count)] else moves
+
+
+def downloaded(states: DeviceTensor) -> npt.NDArray[np.float32]:
+    """Return rows of hidden states on the host, as float32. Waits for the device."""
+    return states.numpy().astype(np.float32, copy=False)

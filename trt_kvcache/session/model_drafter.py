@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from trt_kvcache.errors import ConfigError, EngineError
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.drafter import DraftedSequence
 from trt_kvcache.generation.request import Request
 from trt_kvcache.generation.token_ids import common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache
-from trt_kvcache.session.batch import Batch, Logits
+from trt_kvcache.session.batch import Batch
+from trt_kvcache.session.draft_steps import Drafted, DraftSteps
 from trt_kvcache.session.runner import Runner
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ class ModelDrafter:
                 "draft: expected a model without recurrent states, which cannot go back to the accepted tokens, got one with."
             )
         self._parts = parts
-        self._vocab_size = vocab_size
         self._runner = Runner(parts.engine, parts.cache, names=parts.names)
         self._batch = Batch(self._runner, PromptCache(parts.cache))
         self._batch.activate_all()
+        self._steps = DraftSteps(self._runner, self._batch, vocab_size=vocab_size)
         # Slot of each request, and the number of tokens of the request in that slot. Tokens after them are an earlier draft.
         self._places: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 
@@ -45,18 +46,16 @@ class ModelDrafter:
         drafts: list[list[int]] = [[] for _ in sequences]
         if not drafted:
             return drafts
-        logits = self._append({slot: self._new_tokens(sequences[index], slot) for index, slot in slots.items()})
-        while slots:
-            rows = {}
-            for index, slot in slots.items():
-                token = self._choose(sequences[index].request, logits[slot], len(drafts[index]))
-                if token is not None:
-                    drafts[index].append(token)
-                    if len(drafts[index]) < limits[index]:
-                        rows[slot] = [token]
-            slots = {index: slot for index, slot in slots.items() if slot in rows}
-            if slots:
-                logits = self._append_drafted(rows)
+        kept = {slot: self._kept(sequences[index], slot) for index, slot in slots.items()}
+        self._take_slots({slot: sequences[index] for index, slot in slots.items()}, kept)
+        found = self._steps.run(
+            {
+                slot: Drafted(sequences[index].request, self._tokens(sequences[index], kept[slot]), limits[index])
+                for index, slot in slots.items()
+            }
+        )
+        for index, slot in slots.items():
+            drafts[index] = found[slot]
         return drafts
 
     def _limits(self, sequences: Sequence[DraftedSequence]) -> list[int]:
@@ -72,45 +71,36 @@ class ModelDrafter:
         free = iter(sorted((slot for slot in slots if slot not in known.values()), key=taken.__contains__))
         return [known[request] if request in known else next(free) for request in requests]
 
-    def _new_tokens(self, sequence: DraftedSequence, slot: int) -> list[int]:
-        """Rewind a slot to its common prefix with a sequence, and return the other tokens of the sequence: at least the last one."""
+    def _kept(self, sequence: DraftedSequence, slot: int) -> int:
+        """Return how many tokens of a slot are the first ones of a sequence, which has at least one more."""
         held = self._batch[slot]
         count = min(self._known(sequence, slot), sequence.num_tokens)
-        tokens = sequence.tokens_from(count)
-        count += common_prefix(tokens, held.row[count : held.length])
-        count = min(count, sequence.num_tokens - 1)
-        self._take_slot(sequence, slot, count, sequence.num_tokens)
-        return sequence.tokens_from(count)
+        count += common_prefix(sequence.tokens_from(count), held.row[count : held.length])
+        return min(count, sequence.num_tokens - 1)
+
+    def _tokens(self, sequence: DraftedSequence, kept: int) -> list[int]:
+        """Return the tokens to run after those that a slot keeps of a sequence."""
+        return sequence.tokens_from(kept)
 
     def _known(self, sequence: DraftedSequence, slot: int) -> int:
         """Return the number of tokens that a slot holds of a sequence, an earlier draft not counted."""
         _, given = self._places.get(sequence.request, (slot, 0))
         return min(given, self._batch[slot].length)
 
-    def _take_slot(self, sequence: DraftedSequence, slot: int, count: int, total: int) -> None:
-        """Rewind a slot to the first ``count`` tokens of a sequence, which will have ``total``, and take it from other requests."""
-        for request in [other for other, (its, _) in self._places.items() if its == slot]:
+    def _take_slots(self, sequences: Mapping[int, DraftedSequence], kept: Mapping[int, int]) -> None:
+        """Shorten slots to the tokens that they keep of sequences, and take them from other requests."""
+        self._batch.shorten([kept.get(slot, length) for slot, length in enumerate(self._batch.held)])
+        for request in [other for other, (its, _) in self._places.items() if its in sequences]:
             del self._places[request]
-        if count < self._batch[slot].length:
-            self._batch.rewind(slot, count)
-        self._places[sequence.request] = slot, total
+        for slot, sequence in sequences.items():
+            self._places[sequence.request] = slot, self._num_known(sequence)
 
-    def _append(self, rows: dict[int, list[int]]) -> Logits:
-        """Run tokens of some slots, and return the logits of all: float32 ``[B, vocab]``."""
-        return self._batch.append([rows.get(slot, []) for slot in range(len(self._batch))])
-
-    def _append_drafted(self, rows: dict[int, list[int]]) -> Logits:
-        """Run the last token of the drafts of some slots: see :meth:`_append`."""
-        return self._append(rows)
-
-    def _choose(self, request: Request, logits: Logits, count: int) -> int | None:
-        """Choose the token after ``count`` tokens of a draft; None if logits are not finite, which ends the draft but not the sequence."""
-        try:
-            return request.guess(logits[: self._vocab_size], count)
-        except EngineError:
-            return None
+    def _num_known(self, sequence: DraftedSequence) -> int:
+        """Return the number of tokens of a sequence that its slot will hold before a draft."""
+        return sequence.num_tokens
 
     def close(self) -> None:
         """Close engine and cache of the small model. Idempotent."""
+        self._steps.close()
         self._runner.close()
         self._parts.close()

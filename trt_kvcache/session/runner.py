@@ -19,7 +19,7 @@ from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
-from trt_kvcache.session.hidden_states import HiddenStates
+from trt_kvcache.session.hidden_states import HiddenInputs, HiddenStates
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import Rows, StepPlan
 
@@ -70,10 +70,11 @@ class Runner:
             max_logits_per_slot=self.plan.max_logits_per_slot,
             has_states=self.has_states,
         )
-        #: Hidden states for each token in the cache, such as outputs of the final norm; None if the engine was opened without.
-        self.hidden_states = HiddenStates.of(getattr(engine, "hidden_states", None), cache)
-        #: Hidden states that a draft head reads beside its tokens.
-        self.hidden_inputs = HiddenStates.of(getattr(engine, "hidden_inputs", None), cache)
+        inputs, outputs = getattr(engine, "hidden_inputs", None), getattr(engine, "hidden_states", None)
+        #: Hidden states that a draft head reads beside its tokens; None for other models.
+        self.hidden_inputs = HiddenInputs.of(inputs, outputs, cache)
+        #: Hidden states of each token in the cache, for a draft head; None if the engine was opened without them.
+        self.hidden_states = HiddenStates.of(outputs if inputs is None else None, cache)
 
     # --- current slots ---
 
@@ -174,12 +175,17 @@ class Runner:
         """Enqueue a plan of one token at most for each active slot, in one enqueue; nothing is committed. Does not wait."""
         self._buffers.write_one_token_each([row[0] if row else 0 for row in plan.rows], stream=self.stream)
         self._take(0, plan.counts)
-        self.enqueue_next(len(plan.rows))
+        self.enqueue_next(plan.counts)
 
-    def enqueue_next(self, count: int) -> None:
-        """Enqueue the tokens that are in :meth:`device_views`, one for every active slot; nothing is committed. Does not wait."""
+    def enqueue_next(self, takes: Sequence[int]) -> None:
+        """Enqueue the tokens that are in :meth:`device_views`, one for each slot from slot 0; nothing is committed. Does not wait.
+
+        ``takes``: 1 for each slot, or 0 where the token is not wanted.
+        """
+        count = len(takes)
+        self._buffers.want_first_logits(count, stream=self.stream)
         self.plan.prepare(0, count, 1, self._buffers)
-        self._enqueue(Chunk(0, (1,) * count))
+        self._enqueue(Chunk(0, tuple(takes), 1))
 
     def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
         """Return the input token ids and the logits, on the device, of a decode step of ``count`` slots."""
@@ -196,10 +202,12 @@ class Runner:
         if self._held.states is _States.ONE_STEP_FURTHER:
             self.overwrite_states()  # the engine writes into the buffer that still has them
         if self.hidden_inputs is not None:
-            self.hidden_inputs.upload(self._starts(chunk), chunk, stream=self.stream)
+            self.hidden_inputs.load(self._starts(chunk), chunk, stream=self.stream)
         self.engine.enqueue(self.stream)
+        if self.hidden_inputs is not None:
+            self.hidden_inputs.keep(chunk, stream=self.stream)
         if self.hidden_states is not None:
-            self.hidden_states.download(self._starts(chunk), chunk, stream=self.stream)
+            self.hidden_states.store(self._starts(chunk), chunk, stream=self.stream)
 
     def _starts(self, chunk: Chunk) -> Sequence[int]:
         return self.cache.host_kv_cache_lengths[chunk.first : chunk.end]
@@ -257,7 +265,9 @@ class Runner:
 
     def close(self) -> None:
         """Release the buffers. Idempotent."""
-        self._buffers.close()
+        for owner in (self._buffers, self.hidden_states, self.hidden_inputs):
+            if owner is not None:
+                owner.close()
 
 
 def _do_nothing() -> None:
