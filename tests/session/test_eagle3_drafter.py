@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.checkpoint.folders import edit_config
 from tests.helpers import mtp
+from tests.helpers.adapters import write_adapter
 from tests.helpers.assertions import assert_close
 from tests.helpers.eagle3 import NUM_LAYERS, HeadInFloat64, ring_tokens, write_head, write_model, write_ring_head, write_ring_model
 from tests.helpers.engine_files import make_engine_folder
@@ -126,6 +127,19 @@ def test_hidden_states_are_those_before_the_layers_reduced(
                 normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-5) * weights["model.norm.weight"]
                 logits = [plain.prefill([tokens[:1]])] + [plain.append([[token]]) for token in tokens[1:-1]]
                 assert_close(normed @ weights["lm_head.weight"].T, np.concatenate(logits))
+
+
+@pytest.mark.parametrize("changed", ["quantize", "adapter"])
+def test_hidden_states_of_models_with_other_weights(opens: Open, folder: Path, head: Path, tmp_path: Path, changed: str) -> None:
+    options: dict[str, Any] = {"quantize": "int8"}
+    if changed == "adapter":
+        module = "model.layers.1.self_attn.o_proj"
+        options = {"adapter": write_adapter(tmp_path / "adapter", {module: (HIDDEN, HIDDEN)})}
+    oracle, tokens = HeadInFloat64(head, folder), PROMPTS[0]
+    with with_layers(folder, (2, 3, 4), **options) as changed_model, with_layers(folder, (2, 3, 4)) as plain:
+        expected, other = (oracle.reduced(states_of(session, tokens)) for session in (changed_model, plain))
+    assert_close(states_of(opens(head, **options), tokens), expected)
+    assert abs(expected - other).max() > 1e-3 * abs(expected).max()
 
 
 class CheckedHead:

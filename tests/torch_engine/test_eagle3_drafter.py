@@ -33,11 +33,12 @@ from tests.session.test_eagle3_drafter import (  # noqa: E402
     test_a_step_comes_after_the_head_and_there_is_one,  # noqa: F401
     test_an_engine_takes_a_head_of_its_own_hidden_states,  # noqa: F401
     test_hidden_states_are_those_before_the_layers_reduced,  # noqa: F401
+    test_hidden_states_of_models_with_other_weights,  # noqa: F401
     test_logits_of_the_head,  # noqa: F401
     test_options_that_round,  # noqa: F401
     test_the_tokens_are_those_without_drafts,  # noqa: F401
 )
-from tests.session.test_mtp_drafter import drafter_of, params  # noqa: E402
+from tests.session.test_mtp_drafter import Open, drafter_of, params  # noqa: E402
 from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice  # noqa: E402
 from tests.torch_engine.test_families import FAMILIES  # noqa: E402
 from trt_kvcache import InferenceSession  # noqa: E402
@@ -96,21 +97,25 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return cuda
 
 
-def test_steps_that_are_captured_hand_out_hidden_states_and_read_them(request: pytest.FixtureRequest, captured: FakeCuda) -> None:
-    open_one, model, draft = (request.getfixturevalue(name) for name in ("opens", "ring", "ring_head"))
+def test_steps_that_are_captured_hand_out_hidden_states_and_read_them(
+    opens: Open,  # noqa: F811
+    ring: Path,  # noqa: F811
+    ring_head: Path,  # noqa: F811
+    captured: FakeCuda,
+) -> None:
     prompts, asked = ring_prompts(5), params()
-    expected = by_prompt(open_one(None, model, engine="numpy").generate(prompts, asked))
-    session = open_one(draft, model)
+    expected = by_prompt(opens(None, ring, engine="numpy").generate(prompts, asked))
+    session = opens(ring_head, ring)
     for _ in range(3):  # the second run captures, the third one replays
         assert by_prompt(session.generate(prompts, asked)) == expected
     assert session.statistics.acceptance_rate > 0.95
     assert captured.replays > captured.captures > 5
 
 
-def test_a_ring_of_the_sizes_of_kernels(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_ring_of_the_sizes_of_kernels(opens: Open, tmp_path: Path) -> None:  # noqa: F811
     """The models of the tests on a GPU."""
-    open_one, prompts, asked = request.getfixturevalue("opens"), ring_prompts(3), params()[:3]
+    prompts, asked = ring_prompts(3), params()[:3]
     model = write_ring_model(tmp_path / "model", hidden_size=64, head_dim=64)
-    session = open_one(write_ring_head(tmp_path / "head", model, head_dim=64), model)
-    assert by_prompt(session.generate(prompts, asked)) == by_prompt(open_one(None, model).generate(prompts, asked))
+    session = opens(write_ring_head(tmp_path / "head", model, head_dim=64), model)
+    assert by_prompt(session.generate(prompts, asked)) == by_prompt(opens(None, model).generate(prompts, asked))
     assert session.statistics.acceptance_rate > 0.95

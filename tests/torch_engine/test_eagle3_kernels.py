@@ -44,10 +44,10 @@ def test_hidden_states_of_all_layers_are_those_of_numpy(memory, calls):  # noqa:
 def test_a_step_of_a_head_reduces_and_leaves_its_hidden_states_as_they_are(memory, calls, tmp_path, monkeypatch, changes):  # noqa: F811
     monkeypatch.setattr(opening, "_torch_memory", lambda options: memory)
     model = write_model(tmp_path / "model", hidden_size=64, head_dim=64, scale=0.1)
-    head = write_head(tmp_path / "head", model, head_dim=64, scale=0.1, **changes)
+    place = write_head(tmp_path / "head", model, head_dim=64, scale=0.1, **changes)
     options, found = {"dtype": "float16", "max_batch_size": 1, "max_sequence_length": 24, "max_prefill_length": 4}, []
     for engine in ("numpy", "torch"):
-        with InferenceSession.from_model(model, engine=engine, draft=head, **options) as session:
+        with InferenceSession.from_model(model, engine=engine, draft=place, **options) as session:
             session.prefill([[5, 6, 7, 8]])
             states, own = session._runner.hidden_states.rows(0, 0, 4), drafter_of(session)
             own._inputs.read_from(0, states)

@@ -144,8 +144,7 @@ class DecoderLayerWeights(Generic[ArrayT]):
 class MergeWeights(Generic[ArrayT]):
     """Norms of the embedding and of the hidden state that a draft head reads, and a linear map.
 
-    The map of an MTP head, ``[hidden, 2 * hidden]``, is of the concatenated norms; of an EAGLE-3 head, it is of the concatenated states,
-    and the engine of the model applies it.
+    The map of an MTP head is of the concatenated norms; that of an EAGLE-3 head, of the concatenated states, is for the model's engine.
     """
 
     embedding_norm: ArrayT

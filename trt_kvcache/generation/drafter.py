@@ -32,9 +32,8 @@ class DraftedSequence(NamedTuple):
     hidden_states : ndarray (n, hidden_size) float32, optional
         Output of the final norm of the last n tokens in the cache, to be read only; none of earlier tokens, which were copied from a prefix
         cache or a snapshot. In a session with an EAGLE-3 head, the residual stream before three layers, reduced by ``fc`` of the head to
-        its ``hidden_size``. None unless the session was opened with ``draft="mtp"`` or such a head. A drafter
-        whose attribute ``takes_device_states`` is True gets them as a :class:`~trt_kvcache.DeviceTensor` in the dtype of the engine, valid
-        until it returns.
+        its ``hidden_size``. None unless the session was opened with ``draft="mtp"`` or such a head. A drafter whose attribute
+        ``takes_device_states`` is True gets a :class:`~trt_kvcache.DeviceTensor` in the dtype of the engine, valid until it returns.
 
     Examples
     --------

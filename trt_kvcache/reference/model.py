@@ -55,8 +55,7 @@ def decoder_step(
 ) -> Float32:
     """Return the logits ``[A * m, vocab]`` of the tokens ``last [A, m]`` of the right-padded ``input_ids [A, s]``.
 
-    ``rows``: of token ids past the vocabulary. ``hidden_inputs``: of a draft head. ``hidden_states`` are written, of ``hidden_layers``,
-    side by side or multiplied by ``reduction``.
+    ``rows``: of ids past the vocabulary. ``hidden_states`` are written, of ``hidden_layers``, as they are or times ``reduction``.
     """
     hidden = embedded(config, weights, input_ids, dtype, rows)
     mixer_input: Float32 | None = None
