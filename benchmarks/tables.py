@@ -345,6 +345,17 @@ def _drafts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"tokens per second with drafts / without: {what}", f"{row['ratio']:.2f} ({row['with_drafts']:.0f}; {accepted})", limit
 
 
+def _draft_models(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    drafters = {"eagle3": "an EAGLE-3 head", "model": "a draft model of 1B"}
+    for drafter, rows in content["rows"].items():
+        for row in rows:
+            which = f"drafts of up to {row['length']}" if row["length"] else "drafts of the length that the session chooses"
+            slots = "1 sequence" if row["batch"] == 1 else f"{row['batch']} sequences"
+            what = f"Llama-3-8B with {drafters[drafter]}, {slots}, {which}, {row['rate']:g} of their tokens right"
+            limit = f"at least {content['limit']:g}" if (row["batch"], row["length"], row["rate"]) == (1, 4, 0.8) else ""
+            yield f"tokens per second with drafts / without: {what}", f"{row['ratio']:.2f} ({row['with_drafts']:.0f})", limit
+
+
 def _llama_cpp(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     same, limits = content["correctness"], content["correctness"]["limits"]
     yield "compared with llama.cpp: prompts with the same token ids", f"{same['prompts_with_the_same_ids']} of {same['prompts']}", "all"
@@ -587,6 +598,7 @@ _FILES = {
     "server_attacks": _server_attacks,
     "drafts": _drafts,
     "drafts_host": _drafts,
+    "draft_models": _draft_models,
     "build": _build,
     "build_packed": _build_packed,
     "build_estimate": _build_estimate,

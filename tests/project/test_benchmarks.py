@@ -84,6 +84,19 @@ def test_drafts(tmp_path, monkeypatch):
     assert [limit for _, _, limit in found] == ["", "at least 0.97", "at least 0.97", *[""] * 5]
 
 
+@pytest.mark.slow  # tests of the PyTorch engine run all of it but the measurement
+def test_draft_models(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    options = ("--quick", "--drafters", "eagle3", "--batches", "2", "--lengths", "2")
+    result = measured("draft_models.py", tmp_path / "draft_models.json", *options)
+    rows = result["rows"]["eagle3"]
+    assert [row["rate"] for row in rows] == [0.6, 0.8, 0.9]
+    assert all(row["draft_tokens"] > 0 for row in rows)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    found = [*importlib.import_module("tables")._draft_models(result)]
+    assert found[0][0].endswith("with an EAGLE-3 head, 2 sequences, drafts of up to 2, 0.6 of their tokens right")
+
+
 def test_segments(tmp_path):
     result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
     eager = result["eager_us"]

@@ -91,8 +91,7 @@ class SampledTokens:
 class DeviceSampler(Uncopyable):
     """Sampling parameters, penalty counts and bias of all slots in device memory; it chooses the tokens of ``Request.choose``.
 
-    A step is :meth:`sample`, :meth:`download`, then :meth:`SampledTokens.read`, while the next step may run.
-    ``pages``: steps whose results may be in flight to the host at once.
+    A step is :meth:`sample`, :meth:`download`, then :meth:`SampledTokens.read`, while ``pages - 1`` steps after it may run.
     """
 
     def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, pages: int = 2, stream: Any) -> None:

@@ -31,11 +31,10 @@ class _Drafted:
 
 
 class DraftPace:
-    """Says whether the next step may have drafts. It changes no token, only the time that they take.
+    """Says whether the next step may have drafts. It changes no token, only the time that they take."""
 
-    A step of several requests verifies more rows, so the answer depends on how many run. The first steps are without drafts: they are
-    what the others are compared with.
-    """
+    # A step of several requests verifies more rows, so the answer depends on how many run. The first steps are without drafts: they are
+    # what the others are compared with.
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
