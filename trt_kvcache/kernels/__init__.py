@@ -2,7 +2,8 @@
 
 A family of kernels is one file, ``*_kernels.py``: the functions that users import from here, which check all their arguments before the
 first byte changes; the NumPy twins; the launches; and both as a pair, a :class:`~trt_kvcache.kernels.kernel.Kernel`, which the engines of
-this package call without a second check. Wrong arguments and closed objects raise the errors of :mod:`trt_kvcache.errors`.
+this package call without a second check. Wrong arguments and closed objects raise the errors of :mod:`trt_kvcache.errors`. A family for
+engines alone has no functions for users, and checks nothing.
 
 All work is stream-ordered. After the first launch of a kernel, which may compile it, no function waits or allocates. The parameters of a
 kernel are arguments of its launch, or arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).

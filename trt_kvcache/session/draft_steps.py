@@ -1,4 +1,4 @@
-"""``DraftSteps``: generate the drafts of a model of its own, a token of all of them at a time.
+"""``DraftSteps``: generates the drafts of a draft model for all slots, one token of each draft at a time.
 
 On a GPU, tokens are chosen on the device and run there: the host enqueues all steps of the drafts, then waits once.
 """

@@ -1,9 +1,10 @@
 """Plugin layers by way of the ONNX parser of TensorRT for RTX, and everything that the parser needs for them.
 
-- Its network must be empty: it refuses another one. So plugin layers come first, and the decoder is defined around them.
+- Its network must be empty: it refuses one that is not. So plugin layers come first, and the decoder is defined around them.
 - It opens ``libtensorrt_rtx.so`` when it adds a plugin layer, and a miss ends the process (``std::terminate``). The wheel has
   ``libtensorrt_rtx.so.1`` only. Neither a symbolic link that is opened by its path, nor a search path that is set in this process, makes
-  the loader find the other name. A library of that name does, which is loaded before and needs the real one: see ``stub_library``.
+  the loader find the other name. What works is a library that we write under that name: it depends on the real one, and is loaded before
+  the parser opens it. See ``stub_library``.
   On Windows it opens ``tensorrt_rtx_1_7.dll``, the name of the file in the wheel. The name was found in the parser's
   file, and was never tried on Windows.
 - It finds plugins by creators of the class ``IPluginCreatorV3One`` in the registry, and warns of fields that a node does not have.

@@ -1,4 +1,4 @@
-"""The decode step as a plugin that is compiled ahead of time: an engine of full TensorRT carries the kernel as PTX and needs no Python.
+"""Attention of a decode step as a plugin compiled ahead of time: an engine of full TensorRT carries the kernel as PTX and needs no Python.
 
 Plugins that are compiled ahead of time get no workspace, so a head is not split over thread blocks: this suits many slots or short
 caches. The plugin's fields are compiled into the kernel, not stored in the engine. Nothing here was run with full TensorRT yet.
