@@ -157,6 +157,26 @@ def test_a_new_request_takes_a_slot_that_no_other_has(opens: Open, large: Path, 
     assert ran == [1, 1, 1]  # the last token again, and two of the draft
 
 
+def test_the_padding_of_a_draft_does_not_reach_past_a_slot_that_is_nearly_full(
+    opens: Open, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [[*range(3, 24)], [*range(5, 14)]]
+    requests = [Request(index, row, SamplingParams(seed=1), tokenizer=None, eos_token_ids=()) for index, row in enumerate(rows)]
+
+    def propose(drafter: ModelDrafter, index: int) -> list[list[int]]:
+        return drafter.propose([DraftedSequence(requests[index], rows[index], len(rows[index]), (9,), 2)])
+
+    expected = [propose(small_of(opens(large, max_sequence_length=24)), index) for index in range(2)]
+    drafter, ends = small_of(opens(large, max_sequence_length=24)), []
+    enqueue, runner = drafter._runner._enqueue, drafter._runner
+    monkeypatch.setattr(runner, "_enqueue", lambda chunk: (ends.append(max(runner._starts(chunk)) + chunk.width), enqueue(chunk)))
+    assert [propose(drafter, index) for index in range(2)] == expected
+    assert drafter._batch.held[:2] == [23, 11]
+    assert max(ends) <= 24
+    rows[0].append(expected[0][0][0])
+    assert propose(drafter, 0) == propose(small_of(opens(large, max_sequence_length=24)), 0)
+
+
 def test_logits_that_are_not_finite_end_a_draft_and_no_sequence(opens: Open, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opens(large)
     draft_logits(small_of(session), monkeypatch, change=np.nan)

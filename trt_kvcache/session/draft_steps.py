@@ -1,4 +1,4 @@
-"""``DraftSteps``: generates the drafts of a draft model for all slots, one token of each draft at a time.
+"""``DraftSteps``: generates the drafts of a draft model or head for all slots, one token of each draft at a time.
 
 On a GPU, tokens are chosen on the device and run there: the host enqueues all steps of the drafts, then waits once.
 """
