@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
 from trt_kvcache.builder.options import OTHER_NAMES as OTHER_BUILD_NAMES, PLUGIN_LAYERS, BuildKeywords
+from trt_kvcache.checkpoint.adapters.adapter_set import adapter_folders
 from trt_kvcache.checkpoint.adapters.lora_adapter import adapter_folder
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
@@ -58,6 +59,7 @@ class OpenOptions(TypedDict, total=False):
 class ModelOptions(OpenOptions, total=False):
     """Keyword arguments of ``InferenceSession.from_model``: the fields of :class:`SessionOptions`."""
 
+    adapters: Mapping[str, str] | None
     max_batch_size: int | None
     max_sequence_length: int | None
     max_prefill_length: int | None
@@ -119,6 +121,10 @@ class SessionOptions:
     max_embeddings : int
         Different rows that prompts of the session may have in place of rows of the embedding, for ``InferenceSession.add_embeddings``.
         They take ``max_embeddings * hidden_size`` elements of memory. Not with TensorRT, which ``"auto"`` then leaves out.
+    adapters : mapping of str to path, optional
+        Folders of PEFT with LoRA adapters by name, of which each request chooses one, or none: ``InferenceSession.generate(adapter=)``.
+        Their updates run next to the products with the weights, which may be quantized: see ``docs/adapters.md``. For a model folder; not
+        with TensorRT, which ``"auto"`` then leaves out, and not with ``adapter``. ``load`` also takes ids of the Hugging Face Hub.
     max_batch_size : int, optional
         Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
         from its build.
@@ -179,6 +185,7 @@ class SessionOptions:
     draft: str | None = None
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     max_embeddings: int = 0
+    adapters: Mapping[str, str] | None = None
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
     max_prefill_length: int | None = None
@@ -231,6 +238,13 @@ class SessionOptions:
             object.__setattr__(self, "quantize", str(Quantization.parse(self.quantize)))
         if self.adapter is not None:
             object.__setattr__(self, "adapter", adapter_folder(self.adapter))
+        if self.adapters is not None:
+            object.__setattr__(self, "adapters", adapter_folders(self.adapters))
+            if self.adapters and self.engine == "tensorrt":
+                names = ", ".join(self.adapters)
+                raise ConfigError(f"adapters: expected none with engine='tensorrt', got {names}. adapter= merges one into its weights.")
+            if self.adapters and self.adapter is not None:
+                raise ConfigError(f"adapters: expected none with adapter, which is merged, got {', '.join(self.adapters)}.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SessionOptions:
