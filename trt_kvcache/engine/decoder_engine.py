@@ -82,7 +82,7 @@ class DecoderEngine(BoundEngine):
             sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
             self.embeddings = EmbeddingRows(memory, capacity=capacity, dtype=computed, **sizes)
         #: Adapters of the slots of the next enqueue; None for an engine without.
-        self.slot_adapters = None if adapters is None else SlotAdapters(memory, adapters, max_slots=kv.max_batch_size)
+        self.slot_adapters = None if adapters is None else SlotAdapters(memory, adapters, max_slots=kv.max_batch_size, dtype=computed)
 
     @abstractmethod
     def open_draft_head(

@@ -14,11 +14,13 @@ from trt_kvcache.memory.tensor import DeviceTensor
 class SlotAdapters:
     """int32 ``[B]``: number of the adapter of each slot of the next enqueue, 0 for none, at an address that never changes."""
 
-    def __init__(self, memory: Memory, adapters: AdapterSet, *, max_slots: int) -> None:
+    def __init__(self, memory: Memory, adapters: AdapterSet, *, max_slots: int, dtype: str) -> None:
         #: Names of the adapters, in the order of their numbers from 1 on.
         self.names = adapters.names
         #: Hashes of their updates, by name.
         self.fingerprints = adapters.fingerprints
+        #: Bytes of their updates in the engine's dtype.
+        self.updates_nbytes = adapters.nbytes(dtype)
         self._numbers: dict[str | None, int] = {None: 0, **{name: number for number, name in enumerate(adapters.names, start=1)}}
         self._memory = memory
         stream = memory.create_stream()

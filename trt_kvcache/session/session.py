@@ -338,6 +338,12 @@ class InferenceSession(Uncopyable):
         return () if known is None else known.names
 
     @property
+    def adapters_nbytes(self) -> int:
+        """Bytes of the updates of all adapters, which a step with an adapter reads."""
+        known = self._slot_adapters
+        return 0 if known is None else known.updates_nbytes
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self._runner.plan.vocab_size
