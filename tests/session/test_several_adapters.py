@@ -20,7 +20,7 @@ from tests.helpers.mtp import write_mtp_model
 from tests.helpers.quantized_models import CASES, write_quantized, write_values
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS, fails
-from trt_kvcache import Checkpoint, InferenceSession, SessionSource, load
+from trt_kvcache import Checkpoint, InferenceSession, SessionSource, Snapshot, load
 from trt_kvcache.errors import CheckpointError, ConfigError, ShapeError, SnapshotError
 
 #: Models with experts last: the rows of an expert are of all slots, and the order of their sums depends on the number of rows.
@@ -297,6 +297,34 @@ def test_a_slot_is_not_reused_for_another_adapter(model: str, folder_of: Any, op
         assert (session.statistics.reused_tokens > before) is bool(kept)
 
 
+def test_a_slot_that_was_rewound_keeps_its_adapter(adapters: Any, opens: Open) -> None:
+    session, fresh = opens(adapters=adapters), opens(adapters=adapters)
+    session.prefill([LONG], adapter="sql")
+    for name, kept in (("sql", 5), (None, 0)):
+        session.rewind(0, 5)
+        before = session.statistics.reused_tokens
+        assert_close(session.prefill([[*LONG[:5], 7]], reuse=True, adapter=name), fresh.prefill([[*LONG[:5], 7]], adapter=name))
+        assert session.statistics.reused_tokens == before + kept
+
+
+def test_states_are_kept_where_prompts_of_one_adapter_diverge(folder_of: Any, opens: Open) -> None:
+    session = opens("lfm2", adapters=folder_of("lfm2"), prompt_cache_bytes=1 << 20)
+    session.prefill([LONG], adapter="sql")
+    found = {name: session._batch.divergence_point(np.asarray(LONG), name) for name in NAMES}
+    assert found == {"sql": len(LONG) - 1, None: 0, "poems": 0}
+
+
+def test_a_compaction_that_is_interrupted_leaves_each_slot_its_adapter(adapters: Any, opens: Open, monkeypatch: Any) -> None:
+    session = opens(adapters=adapters)
+    session.prefill(PROMPTS, adapter=NAMES)
+    runner = session._runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "apply", lambda slots: 1 / 0)
+        with pytest.raises(ZeroDivisionError), runner.work():
+            session._batch.compact([-1, 0, 1])
+    assert runner._adapters == NAMES == tuple(slot.adapter for slot in runner.slots)
+
+
 @pytest.mark.parametrize("model", ["llama", "lfm2"])
 def test_concurrent_prompts_share_a_prefix_of_the_same_adapter_alone(model: str, folder_of: Any, opens: Open) -> None:
     session = opens(model, adapters=folder_of(model))
@@ -329,6 +357,7 @@ def test_snapshots_know_the_adapter(model: str, folder_of: Any, opens: Open, tmp
     assert found == [whole[name][3:] for name in NAMES]
     renamed.load_snapshots(tmp_path / "sql.kv")
     renamed.save_snapshot(tmp_path / "again.kv")
+    assert Snapshot.read(tmp_path / "again.kv").model.adapter == session.engine.slot_adapters.fingerprints["sql"]
     session.load_snapshots(tmp_path / "again.kv")
     held = session.tokens(0)
     for other in (opens(model, adapters={"x": adapters["poems"]}), opens(model)):

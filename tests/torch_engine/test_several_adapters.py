@@ -28,13 +28,14 @@ def _sessions_run_torch(monkeypatch):
     monkeypatch.setitem(OPTIONS, "engine", "torch")
 
 
-def test_captured_steps_with_and_without_adapters(monkeypatch, adapters):
+@pytest.mark.parametrize("first", [NAMES, None])
+def test_captured_steps_with_and_without_adapters(monkeypatch, adapters, first):
     """A graph of a step without adapters is not replayed for one with adapters, nor the other way round; who has which may change."""
     cuda = FakeCuda(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "torch_device", lambda memory: FakeCudaDevice(cuda, 10**8))
         captured = open_model("llama", adapters=adapters)
-    orders = [NAMES, None, ("poems", "sql", "sql"), (None, None, "sql")]
+    orders = [first, NAMES, None, ("poems", "sql", "sql"), (None, None, "sql")]
     with captured, open_model("llama", adapters=adapters) as eager:
         for _ in range(3):
             for names in orders:

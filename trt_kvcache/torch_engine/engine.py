@@ -110,7 +110,7 @@ class TorchEngine(DecoderEngine):
         self._hidden_states, self._hidden_inputs = (
             None if rows is None else self._device.view(rows.table) for rows in (self.hidden_states, self.hidden_inputs)
         )
-        self._slot_adapters = None if self.slot_adapters is None else self._device.view(self.slot_adapters.table)
+        self._slot_numbers = None if self.slot_adapters is None else self._device.view(self.slot_adapters.table)
         self._rows = None if self.embeddings is None else self._device.view(self.embeddings.table)
         if self._device.graphs is not None:
             self.width_buckets, self.coarse_width_buckets = STEP_WIDTHS, COARSE_WIDTHS
@@ -226,8 +226,9 @@ class TorchEngine(DecoderEngine):
             new_lengths = None if step.new_lengths is None else step.new_lengths.numpy()
             self._check_values(step.input_ids.numpy(), step.last.numpy(), step.start.numpy(), new_lengths)
         try:
-            key = step.key, self._has_adapters  # a step without adapters does not compute their products
-            self._device.run(key if self._is_captured(step) else None, stream, partial(self._run, step, stream))
+            has_adapters = self.slot_adapters is not None and self.slot_adapters.in_use
+            key = step.key, has_adapters  # a step without adapters does not compute their products
+            self._device.run(key if self._is_captured(step) else None, stream, partial(self._run, step, stream, has_adapters))
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"{self.memory.device}: no room for a step. {error}") from error
         except KVCacheError:
@@ -239,7 +240,7 @@ class TorchEngine(DecoderEngine):
         """Release weights, graphs and the bound tensors. Idempotent."""
         if self._bindings.closed:
             return
-        self._rows = self._hidden_states = self._hidden_inputs = self._slot_adapters = None  # views of what is closed next
+        self._rows = self._hidden_states = self._hidden_inputs = self._slot_numbers = None  # views of what is closed next
         super().close()
         self._steps.clear()
         self._device.close()
@@ -269,14 +270,10 @@ class TorchEngine(DecoderEngine):
             return False  # products of many rows may wait for the number of rows of each expert
         return bool(width <= MAX_CAPTURED_WIDTH and 2 * step.input_ids.numel() * self._row_nbytes <= graphs.max_nbytes)
 
-    @property
-    def _has_adapters(self) -> bool:
-        return self.slot_adapters is not None and self.slot_adapters.in_use
-
-    def _run(self, step: TorchStep, stream: Any) -> None:
+    def _run(self, step: TorchStep, stream: Any, has_adapters: bool) -> None:
         assert self._weights is not None
         with torch.inference_mode():
-            operations = self._operations(step, stream)
+            operations = self._operations(step, stream, has_adapters)
             slots, width = step.input_ids.shape
             inputs = None if self._hidden_inputs is None else self._hidden_inputs[: slots * width].unflatten(0, (slots, width))
             states = None if self._hidden_states is None else self._hidden_states[: slots * width].unflatten(0, (slots, width))
@@ -287,7 +284,7 @@ class TorchEngine(DecoderEngine):
             write_logits(operations.projections, normed, step.last, self._weights.head, step.logits)
             scale_logits(self._config, step.logits)
 
-    def _operations(self, step: TorchStep, stream: Any) -> Operations:
+    def _operations(self, step: TorchStep, stream: Any, has_adapters: bool) -> Operations:
         has_kernels = self._kernel_inputs is not None
         elementwise = KernelElementwise(self._views, stream) if has_kernels else Elementwise()
         projections = KernelProjections(elementwise, self._views, stream) if has_kernels else Projections(elementwise)
@@ -297,8 +294,8 @@ class TorchEngine(DecoderEngine):
         if self._device.graphs is not None:
             many = GroupedProducts(experts, elementwise, self._workspace, self._views, stream)
             experts = FixedProducts(many, elementwise)
-        if self._slot_adapters is not None and self._has_adapters:
-            projections = AdaptedProjections(projections, elementwise, self._slot_adapters[: len(step.input_ids)])
+        if self._slot_numbers is not None and has_adapters:
+            projections = AdaptedProjections(projections, elementwise, self._slot_numbers[: len(step.input_ids)])
         return Operations(
             rotation=RotationBeforeNorms(step, self._mixers, self._positions_before_norms),
             attention=self._attention_of(step, stream),
