@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.golden.weights import VISION
-from tests.helpers.adapters import linear_shapes, write_adapter, write_two_adapters
+from tests.helpers.adapters import linear_shapes, tensors_of, write_adapter, write_two_adapters
 from tests.helpers.assertions import SAME_SUMS, assert_close, raises
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.gguf_files import write_q4_k_m
@@ -26,6 +26,9 @@ from trt_kvcache.errors import CheckpointError, ConfigError, ShapeError, Snapsho
 #: Models with experts last: the rows of an expert are of all slots, and the order of their sums depends on the number of rows.
 DENSE = ("llama", "qwen3-sharded", "gemma3", "phi3-long", "gemma4-ple", "falcon_h1", "lfm2", "qwen3_5", "bamba")
 EXPERTS = ("mixtral", "qwen3_next-experts", "nemotron_h-latent", "gpt_oss")
+
+#: Adapters with golden logits that change linear layers alone.
+OF_PEFT = ("ernie4_5", "llama", "phi3-long")
 
 NAMES = ("sql", None, "poems")
 PROMPTS = [[5, 6, 7, 8, 9], [3, 4], [10, 11, 12]]
@@ -87,6 +90,23 @@ def assert_as_merged(folder: Path | str, adapters: dict[str, Path], *, exact: bo
 @pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
 def test_each_slot_has_the_logits_of_a_session_with_its_adapter_merged(name: str, folder_of: Any) -> None:
     assert_as_merged(name, folder_of(name), exact=name in DENSE)
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted((GOLDEN / "adapters").iterdir())])
+def test_logits_are_those_of_peft(name: str) -> None:
+    """PEFT adds the products next to the base layers too. Some adapters of these models can only be merged."""
+    folder = GOLDEN / "adapters" / name
+    golden = tensors_of(folder, "golden.safetensors")
+    ids, expected = golden["input_ids"], golden["logits"]
+    if name not in OF_PEFT:
+        with pytest.raises(CheckpointError, match="adapter="):
+            open_model(name, adapters={"a": folder})
+        return
+    with open_model(name, adapters={"a": folder, "b": folder}, max_sequence_length=len(ids)) as session:
+        prompts = [ids[:14].tolist(), [3, 4], ids[:14].tolist()]
+        steps = [session.prefill(prompts, adapter=["a", None, "b"]), *(session.decode([token, 5, token]) for token in ids[14:].tolist())]
+    for slot in (0, 2):
+        assert_close(np.stack(steps)[:, slot], expected[13:], SAME_SUMS)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-2), ("bfloat16", 8e-2)])

@@ -27,7 +27,7 @@ MAX_RANK = 64
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
-_MERGE = "adapter=, which merges one adapter into the weights, takes it."
+_MERGE = "adapter= merges it into the weights: one adapter for the session."
 
 
 def adapter_folders(folders: object) -> dict[str, str]:
