@@ -55,6 +55,17 @@ def test_the_definition(memory, stream, kind, vocab_size):
     assert not results_of(made)["error"].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [512, 32_000, 128_256, 262_144])
+def test_as_many_rows_as_many_slots_verify(memory, stream, vocab_size):
+    """All blocks of a launch must be resident, however many rows share the GPU."""
+    rng = np.random.default_rng(vocab_size)
+    for count in (1, 8, 33, 64, 128, 136, 264, 300):
+        logits = rng.standard_normal((count, vocab_size)).astype(np.float32)
+        chosen, _ = run(memory, stream, logits, [Row(temperature=0.0)] * count)
+        assert chosen == [logits.argmax(-1).tolist()]
+
+
 @pytest.mark.parametrize("kind", ["normal", "coarse", "steps"])
 def test_host_and_device_choose_the_same(memory, stream, kind):
     rng = np.random.default_rng(3)

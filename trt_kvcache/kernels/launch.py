@@ -62,7 +62,7 @@ def _allow_shared(kernel: Any, nbytes: int, device: str) -> None:
 
 @cache
 def _prefer_l1(kernel: Any, device: str) -> None:
-    """Leave as much of a multiprocessor's memory to the L1 as the kernel's static shared memory allows."""
+    """Leave as much of a multiprocessor's memory to the L1 as the static shared memory of one block allows."""
     # Otherwise the launch before decides: attention of several tokens leaves little. Then a product of 8 rows, which every block reads for
     # each of its tiles, takes 1.3 times as long.
     from cuda.bindings import driver
@@ -96,6 +96,7 @@ def launch(
     threads: int = THREADS_PER_BLOCK,
     shared_nbytes: int = 0,
     cooperative: bool = False,  # blocks wait for each other: refused unless all are resident at once
+    leaves_l1: bool = True,  # not where two blocks of a kernel without dynamic shared memory must be resident
     programmatic_dependent_launch: bool = False,  # may start before the launch before has ended; the kernel waits for it
 ) -> None:
     """Launch a kernel of a variant of a source, on the GPU of a memory. It allocates nothing and does not wait."""
@@ -105,7 +106,7 @@ def launch(
     kernel = _kernel(source, name, memory.arch)
     if shared_nbytes:
         _allow_shared(kernel, shared_nbytes, memory.device)
-    else:
+    elif leaves_l1:
         _prefer_l1(kernel, memory.device)
     try:
         launch_kernel(stream, _launch_config(grid, threads, shared_nbytes, cooperative, programmatic_dependent_launch), kernel, *arguments)

@@ -263,6 +263,7 @@ def _choose_tokens_on_device(
         threads=ROW_THREADS,
         shared_nbytes=kept_nbytes,
         cooperative=blocks > 1,
+        leaves_l1=False,
         programmatic_dependent_launch=starts_early(logits.memory),
     )
 
