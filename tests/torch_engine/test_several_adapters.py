@@ -19,7 +19,7 @@ from tests.session.test_several_adapters import *  # noqa: E402, F403
 from tests.session.test_several_adapters import NAMES, PROMPTS, logits_of, open_model  # noqa: E402
 from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice  # noqa: E402
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet  # noqa: E402
-from trt_kvcache.torch_engine import engine  # noqa: E402
+from trt_kvcache.torch_engine import adapter_updates, engine  # noqa: E402
 from trt_kvcache.torch_engine.adapter_updates import RANK_MULTIPLE, fused_updates, updates_of  # noqa: E402
 
 
@@ -52,28 +52,44 @@ def test_steps_without_adapters_do_not_compute_their_products(monkeypatch, adapt
         session.decode([5, 6, 7])
 
 
-def test_fused_updates(tmp_path):
-    """Ranks are those of each part in turn, padded; a part without an update has none."""
+@pytest.mark.parametrize(("zeros", "products"), [(0, 2), (1 << 20, 1)])
+def test_fused_updates(tmp_path, monkeypatch, zeros, products):
+    """Ranks are those of each part in turn, padded; a part without an update has none. Few zeros are multiplied, many are left out."""
+    monkeypatch.setattr(adapter_updates, "MAX_ZEROS_NBYTES", zeros)
     model = model_of("llama")
     shapes = linear_shapes(model)
     modules = [f"model.layers.0.self_attn.{name}_proj" for name in "qv"]
     folder = write_adapter(tmp_path / "a", {module: shapes[module] for module in modules}, rank=3)
     updates = updates_of(AdapterSet.open(model, {"a": folder}), model, "float32", torch.device("cpu"))(0)
     q, v = updates["q.weight"], updates["v.weight"]
-    outputs = [len(q.b), 7, len(v.b)]
+    b_of_q, b_of_v = (update.products[0].b for update in (q, v))
+    outputs = [len(b_of_q), 7, len(b_of_v)]
     whole = fused_updates([q, None, v], outputs)
+    assert len(whole.products) == products
     assert whole.owners.count(1) == 6
-    assert len(whole.owners) % RANK_MULTIPLE == 0
     assert set(whole.owners) == {1, -1}
+    assert len(whole.owners) % RANK_MULTIPLE == 0
+    assert whole.owners_on_device.tolist() == [*whole.owners]
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, q.a.shape[1])).astype(np.float32))
     numbers, out = torch.tensor([1, 0], dtype=torch.int32), torch.zeros(2, 4, sum(outputs))
     whole.add(out, x, whole.others(numbers))
     first, none, last = out.split(outputs, dim=2)
-    assert_close(first[0], x[0] @ q.a.T @ q.b.T)
-    assert_close(last[0], x[0] @ v.a.T @ v.b.T)
+    assert_close(first[0], x[0] @ q.a.T @ b_of_q.T)
+    assert_close(last[0], x[0] @ v.a.T @ b_of_v.T)
     assert not none.any()
     assert not out[1].any()
     assert fused_updates([None, None], [2, 3]) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_each_of_fused_maps(monkeypatch, adapters, dtype):
+    """Products with many zeros are divided: the sums are the same."""
+    found = []
+    for zeros in (0, 1 << 30):
+        monkeypatch.setattr(adapter_updates, "MAX_ZEROS_NBYTES", zeros)
+        with open_model("llama", adapters=adapters, dtype=dtype) as session:
+            found.append(logits_of(session, adapter=NAMES))
+    assert_close(*found, 1e-5 if dtype == "float32" else 8e-2)
 
 
 def test_values_that_a_dtype_cannot_hold(tmp_path):
