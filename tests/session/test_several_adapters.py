@@ -424,7 +424,7 @@ def test_options_that_do_not_go_together(adapters: Any, tmp_path: Path) -> None:
         load(base, engine="tensorrt", adapters=adapters)
     with raises(ConfigError, "adapters", "none with adapter", ("sql", "poems")):
         load(base, adapter=adapters["sql"], adapters=adapters)
-    with raises(ConfigError, "adapters", "Hugging Face folder", "sql"):
+    with raises(ConfigError, "adapters", "Hugging Face folder", says="engine folder"):
         load(make_engine_folder(base, tmp_path / "engine").path, engine=OPTIONS["engine"], adapters=adapters)
     with raises(ConfigError, "adapters", "by name"):
         load(base, engine=OPTIONS["engine"], adapters=adapters["sql"])

@@ -97,9 +97,6 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
-    if options.adapters:
-        names = ", ".join(options.adapters)
-        raise ConfigError(f"adapters: expected with a Hugging Face folder only, got {names} with the engine folder {path}.")
     if options.draft == MTP or draft_head_folder(options.draft) is not None:
         head = "'mtp'" if options.draft == MTP else "an EAGLE-3 head"
         raise ConfigError(
