@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from trt_kvcache.checkpoint import Tokenizer
+from tests.helpers.adapters import write_two_adapters
+from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.cli.chat_input import PlainReader
 from trt_kvcache.session.session import InferenceSession
 
@@ -27,10 +28,11 @@ TEMPLATE = (
 
 @dataclass
 class Turn:
-    """What the session was given: a prompt, and whether to reuse what the cache holds; and what it answered."""
+    """What the session was given: a prompt, whether to reuse what the cache holds, and an adapter; and what it answered."""
 
     prompt: Any
     reuse: bool
+    adapter: str | None
     answer: str = ""
 
 
@@ -40,9 +42,9 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
     seen: list[Turn] = []
     generate = InferenceSession.generate
 
-    def note(self: InferenceSession, prompt: Any, params: Any, *, reuse: bool) -> Iterator[Any]:
-        seen.append(Turn(prompt, reuse))
-        for event in generate(self, prompt, params, reuse=reuse):
+    def note(self: InferenceSession, prompt: Any, params: Any, *, reuse: bool, adapter: str | None) -> Iterator[Any]:
+        seen.append(Turn(prompt, reuse, adapter))
+        for event in generate(self, prompt, params, reuse=reuse, adapter=adapter):
             seen[-1].answer += event.text
             yield event
 
@@ -332,3 +334,13 @@ def test_wrong_usage(run: Run):
     done = run("chat", "no/such/folder", "--top-p", 2)
     assert done.code == 2
     assert "Invalid value for --top-p: expected 0 < top_p <= 1, got 2.0." in done.complaint
+
+
+def test_a_chat_with_one_of_several_adapters(run: Run, turns: list[Turn], type_lines: TypeLines, tmp_path: Path) -> None:
+    with Checkpoint.open(SHIPPED) as checkpoint:
+        adapters = write_two_adapters(tmp_path, checkpoint.config)
+    flags = [f"--adapters={name}={folder}" for name, folder in adapters.items()]
+    type_lines(ASKED, NEXT)
+    assert run(*CHAT, *flags, "--adapter", "poems").code == 0
+    assert [turn.adapter for turn in turns] == ["poems", "poems"]
+    assert turns[0].answer != ANSWERED

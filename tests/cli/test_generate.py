@@ -72,7 +72,7 @@ def test_text_needs_a_tokenizer(run: Run):
 def test_options_reach_the_sampler(run: Run, monkeypatch: pytest.MonkeyPatch):
     seen: list[SamplingParams] = []
 
-    def note(self: InferenceSession, prompts: Any, params: list[SamplingParams]) -> Any:
+    def note(self: InferenceSession, prompts: Any, params: list[SamplingParams], **options: Any) -> Any:
         seen.extend(params)
         return iter(())
 
@@ -128,7 +128,7 @@ class TestChatTemplate:
         change_json(model / "tokenizer_config.json", lambda config: config.update(chat_template=self.TEMPLATE))
         seen: list[Any] = []
 
-        def note(session: InferenceSession, prompts: Any, params: Any) -> Any:
+        def note(session: InferenceSession, prompts: Any, params: Any, **options: Any) -> Any:
             assert session.tokenizer is not None
             seen.extend(p if isinstance(p, str) else session.tokenizer.decode(p, skip_special_tokens=False) for p in prompts)
             return iter([GeneratedToken(0, 7, "yes", "stop")])

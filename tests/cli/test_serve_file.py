@@ -198,9 +198,9 @@ class TestMessages:
         seen = []
         submit = InferenceSession.submit
 
-        def note(session, prompt, params):
+        def note(session, prompt, params, **options):
             seen.append(prompt if isinstance(prompt, str) else session.tokenizer.decode(prompt, skip_special_tokens=False))
-            return submit(session, prompt, params)
+            return submit(session, prompt, params, **options)
 
         monkeypatch.setattr(InferenceSession, "submit", note)
         return seen

@@ -11,6 +11,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
+from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 
 Array = np.ndarray[Any, Any]
 
@@ -72,3 +75,20 @@ def merged(folder: Path, base: Array, module: str, scale: float) -> Array:
     a, b = (tensors[f"base_model.model.{module}.lora_{side}.weight"].astype(np.float64) for side in "AB")
     result: Array = base.astype(np.float64) + scale * (b @ a)
     return result
+
+
+def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return outputs and inputs of the linear layers of a decoder that an adapter may change next to their products, by module."""
+    others = {*expert_tensors(model), *exact_tensors(model)}
+    matrices = ((name, shape) for name, shape in tensor_shapes(model).items() if len(shape) == 2 and ".layers." in name)
+    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices if name not in others}
+
+
+def write_two_adapters(folder: Path, model: ModelConfig) -> dict[str, Path]:
+    """Write an adapter of all linear layers, and one of every other of them, of another rank and scale."""
+    shapes = linear_shapes(model)
+    some = dict(list(shapes.items())[::2])
+    return {
+        "sql": write_adapter(folder / "sql", shapes, rank=3, seed=1, lora_alpha=0.5),
+        "poems": write_adapter(folder / "poems", some, rank=5, seed=2, lora_alpha=0.3, use_rslora=True),
+    }

@@ -19,6 +19,12 @@ def test_different_in_any_part(fingerprint, rope):
     assert ModelIdentity(fingerprint="x", rope={"a": 1}) != ModelIdentity(fingerprint=fingerprint, rope=rope)
 
 
+def test_an_adapter_is_a_part_of_it():
+    assert ModelIdentity(fingerprint="x", adapter="a") != ModelIdentity(fingerprint="x")
+    with raises(ConfigError, "ModelIdentity.adapter", expected="text", got="3"):
+        ModelIdentity(fingerprint="x", adapter=3)
+
+
 def test_rope_is_compared_as_json_stores_it():
     assert ModelIdentity(fingerprint="x", rope={"a": (1, 2), 3: None}) == ModelIdentity(fingerprint="x", rope={"a": [1, 2], "3": None})
 

@@ -65,6 +65,16 @@ class TestFind:
     def test_nothing_is_shared(self, prompts, prompt):
         assert prompts.find(prompt) is None
 
+    def test_entries_of_another_adapter_are_not_found(self, prompts, stream):
+        prompts.insert([1, 2, 3, 4], 0, adapter="a", stream=stream)
+        assert look_up(prompts, [1, 2, 3, 4, 5, 6, 7]) == (self.FIRST, 6)
+        found = prompts.find([1, 2, 3, 4, 5, 6, 7], "a")
+        assert (found.entry.tokens.tolist(), found.entry.adapter, found.length) == ([1, 2, 3, 4], "a", 4)
+        assert prompts.find([7, 2, 3, 4], "a") is None
+        prompts.insert([1, 2, 3, 4, 5, 6], 0, adapter="a", stream=stream)
+        assert sorted(str(entry.adapter) for entry in prompts.entries) == ["None", "None", "None", "a"]
+        assert prompts.find([1, 2, 3, 4, 5, 6, 7], "a").length == 6, "it has replaced the shorter one of its adapter"
+
     def test_misses_are_counted(self, prompts):
         for prompt in ([9, 9], [], [1, 2]):
             prompts.find(prompt)

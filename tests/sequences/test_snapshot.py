@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from trt_kvcache.errors import CapacityError, ConfigError, RangeError, SlotError
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot, save_snapshot
+from trt_kvcache.sequences.snapshot_file import SnapshotFile
 
 
 @pytest.mark.parametrize("kind", SEQUENCE_KINDS)
@@ -71,6 +73,37 @@ def test_an_entry_of_a_prompt_cache(tmp_path, memory, stream, kind, place):
         expected.move(2, taken, 0, 5)
         expected.check(target)
         assert restore_entry(PromptCache(target), model=MODEL) is None  # it is off
+
+
+def test_an_entry_of_an_adapter(tmp_path, memory, stream):
+    """The prompt cache knows an adapter by its name, a snapshot by its hash."""
+    adapted = replace(MODEL, adapter="a3f1")
+    with cache_holding("manager", memory, stream, 5) as source:
+        prompts = PromptCache(source, max_bytes=1 << 20)
+        of_entry = partial(Snapshot.of_entry, prompts, prompts.insert(TOKENS, 0, adapter="sql", stream=stream), stream=stream)
+        with raises(ConfigError, "model", expected=("adapter", "'sql'"), got="None"):
+            of_entry(model=MODEL)
+        of_entry(model=adapted).write(tmp_path / "entry")
+    restore_entry = partial(Snapshot.read(tmp_path / "entry").restore_entry, stream=stream)
+    with cache_holding("manager", memory, stream, 0) as target:
+        prompts = PromptCache(target, max_bytes=1 << 20)
+        with raises(SnapshotError, "snapshot", expected="no adapter", got="a3f1"):
+            restore_entry(prompts, model=MODEL)
+        with raises(SnapshotError, "snapshot", expected="b", got="a3f1"):
+            restore_entry(prompts, model=replace(MODEL, adapter="b"))
+        with raises(ConfigError, "model", expected="no adapter", got="a3f1"):
+            restore_entry(prompts, model=adapted)
+        assert restore_entry(prompts, model=adapted, adapter="poems").adapter == "poems"
+        assert prompts.find([*TOKENS, 1]) is None
+
+
+def test_a_snapshot_without_adapter_is_written_as_before(tmp_path, memory, stream):
+    """Earlier versions, which do not know the field, read it."""
+    with cache_holding("manager", memory, stream, 5) as cache:
+        for adapter in (None, "a3f1"):
+            Snapshot.of_slot(cache, 0, tokens=TOKENS, model=replace(MODEL, adapter=adapter), stream=stream).write(tmp_path / "a")
+            assert ("adapter" in SnapshotFile.read(tmp_path / "a").description["model"]) is (adapter is not None)
+            assert Snapshot.read(tmp_path / "a").model.adapter == adapter
 
 
 @pytest.mark.parametrize(("kind", "reused"), [("manager", [3, 1, 4, 5, 0, 0]), ("linear", [0, 0, 0, 5, 0, 0])])

@@ -155,7 +155,7 @@ def test_a_request_that_was_cancelled_leaves_its_slot(load, pace):
         ({}, "input: expected token_ids or text."),
         ({"text": text_of("a"), "token_ids": np.array([1], np.int32)}, "input: expected token_ids or text."),
         ({"text": text_of("a"), "options": text_of("{")}, "Expecting property name"),
-        ({"text": text_of("a"), "options": text_of({"sampling": {}})}, "expected client, output_options, sampling_options"),
+        ({"text": text_of("a"), "options": text_of({"sampling": {}})}, "expected adapter, client, output_options, sampling_options"),
         ({"text": text_of("a"), "options": text_of({"client": 3})}, "client: expected a text"),
         ({"token_ids": np.array([320], np.int32)}, "320"),
         ({"token_ids": np.array([], np.int32)}, "token_ids: expected the ids of at least one token"),

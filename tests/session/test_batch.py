@@ -107,7 +107,7 @@ def test_work_that_fails_leaves_which_slots_are_active():
         added = []
 
         def change():
-            added.extend(batch.added(runner.slots, [[4]], skip_prompt_cache=[False]))
+            added.extend(batch.added(runner.slots, [[4]], adapters=[None], skip_prompt_cache=[False]))
             assert session.cache.active_batch_size == 3
 
         fail_after(runner, change)

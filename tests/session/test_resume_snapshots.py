@@ -175,7 +175,7 @@ class TestPaths:
         return tmp_path / "a"
 
     def test_paths_of_both_kinds(self, path, cache):
-        assert [one.tokens for one in read_snapshots((path, str(path)), cache, MODEL)] == [tuple(TOKENS)] * 2
+        assert [one.tokens for one in read_snapshots((path, str(path)), cache, MODEL, {})] == [tuple(TOKENS)] * 2
 
     @pytest.mark.parametrize(
         "given",
@@ -184,7 +184,7 @@ class TestPaths:
     )
     def test_no_paths(self, path, cache, given):
         with Unchanged(cache), pytest.raises(ShapeError):
-            read_snapshots(given(path), cache, MODEL)
+            read_snapshots(given(path), cache, MODEL, {})
 
 
 def test_keys_that_longrope_rotated_for_shorter_sequences_are_refused(tmp_path):

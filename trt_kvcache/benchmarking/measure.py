@@ -75,6 +75,7 @@ def measure(
     warmup: int = 2,
     seed: int = 0,
     params: SamplingParams | None = None,
+    adapter: str | None = None,
     on_run: OnRun = lambda case, done, total: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[BenchmarkRow]:
@@ -93,6 +94,8 @@ def measure(
         Seed of the prompts, which are random token ids, new ones in each run.
     params : SamplingParams, optional
         Sampling parameters; greedy if left out. End tokens and stop texts are ignored, so no request ends early.
+    adapter : str, optional
+        Name of the adapter of all slots, one of the session; the base model if left out.
     on_run : callable
         Called before the first run of a case and after each.
     clock : callable
@@ -130,7 +133,7 @@ def measure(
     check_cases(cases, max_batch_size=session.cache.max_batch_size, max_sequence_length=session.max_sequence_length)
     prompts = _RandomPrompts(session.vocab_size, seed)
     chosen = replace(params or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=())
-    return _rows(_Runner(session, prompts, chosen, clock), cases, runs, warmup, on_run)
+    return _rows(_Runner(session, prompts, chosen, adapter, clock), cases, runs, warmup, on_run)
 
 
 def _rows(runner: _Runner, cases: Sequence[BenchmarkCase], runs: int, warmup: int, on_run: OnRun) -> Iterator[BenchmarkRow]:
@@ -185,10 +188,13 @@ class _RandomPrompts:
 class _Runner:
     """Runs cases on a session, and returns the times of tokens."""
 
-    def __init__(self, session: InferenceSession, prompts: _RandomPrompts, params: SamplingParams, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, session: InferenceSession, prompts: _RandomPrompts, params: SamplingParams, adapter: str | None, clock: Callable[[], float]
+    ) -> None:
         self.session = session
         self._prompts = prompts
         self._params = params
+        self._adapter = adapter
         self._clock = clock
         self._goes_back = session.cache_config.mamba is None
         self._filled: tuple[int, int] | None = None
@@ -201,7 +207,7 @@ class _Runner:
             return
         self._filled = None
         if case.depth:
-            self.session.prefill(self._prompts.draw(case.batch_size, case.depth))
+            self.session.prefill(self._prompts.draw(case.batch_size, case.depth), adapter=self._adapter)
             self._filled = case.batch_size, case.depth
 
     def run(self, case: BenchmarkCase) -> list[float]:
@@ -212,7 +218,8 @@ class _Runner:
         times = [self._clock()]
         counts = [0] * case.batch_size
         missing = [case.batch_size] * params.max_new_tokens  # a slot with a draft is ahead of others
-        for token in self.session.generate(prompts, params, append=case.depth > 0):
+        adapter = None if case.depth else self._adapter  # slots with tokens have it already
+        for token in self.session.generate(prompts, params, append=case.depth > 0, adapter=adapter):
             missing[counts[token.index]] -= 1
             if not missing[counts[token.index]]:
                 times.append(self._clock())

@@ -54,7 +54,9 @@ class MemoryLimit:
     experts_per_token: int = 1
 
     @classmethod
-    def measured(cls, model: ModelConfig, dtype: str, memory: Memory, weights: WeightsSummary | None = None) -> MemoryLimit:
+    def measured(
+        cls, model: ModelConfig, dtype: str, memory: Memory, weights: WeightsSummary | None = None, *, adapters_nbytes: int = 0
+    ) -> MemoryLimit:
         """Return the limit for a model; measures the speed of a copy.
 
         Parameters
@@ -68,6 +70,8 @@ class MemoryLimit:
         weights : WeightsSummary, optional
             Stored formats of the weights. Quantized weights count with their packed bytes, also if the engine has dequantized them: the
             share then shows the loss.
+        adapters_nbytes : int
+            Bytes of the updates of adapters that a step reads next to the weights.
 
         Returns
         -------
@@ -76,14 +80,15 @@ class MemoryLimit:
         """
         speed = copy_bytes_per_second(memory)
         if weights is not None and weights.is_quantized:
-            sizes = (weights.nbytes, weights.step_nbytes, weights.experts_nbytes)
+            sizes = (weights.nbytes + adapters_nbytes, weights.step_nbytes + adapters_nbytes, weights.experts_nbytes)
             return cls._of(model, *sizes, copy_bytes_per_second=speed)
         elements = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
         total = sum(elements.values())
         unread = sum(elements[name] for name in looked_up_tensors(model))
         size = itemsize(dtype)
         experts = sum(elements[name] for name in expert_tensors(model))
-        return cls._of(model, total * size, (total - unread) * size, experts * size, copy_bytes_per_second=speed)
+        read = (total - unread) * size + adapters_nbytes
+        return cls._of(model, total * size + adapters_nbytes, read, experts * size, copy_bytes_per_second=speed)
 
     @classmethod
     def _of(cls, model: ModelConfig, nbytes: int, step_nbytes: int, experts_nbytes: int, **options: Any) -> MemoryLimit:

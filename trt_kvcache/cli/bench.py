@@ -105,6 +105,7 @@ def bench(
                     warmup=warmup,
                     seed=seed,
                     params=params,
+                    adapter=flags.request_adapter,
                     on_run=lambda case, done, total: show(f"{case.name}, batch {case.batch_size}", done / total),
                 )
                 for row in measured:
@@ -118,7 +119,13 @@ def bench(
             model=model,
             folder=folder,
             dtype=dtype,
-            limit=MemoryLimit.measured(model, dtype, session.cache.memory, session.weights),  # after the rows: it would add to their memory
+            limit=MemoryLimit.measured(  # after the rows: it would add to their memory
+                model,
+                dtype,
+                session.cache.memory,
+                session.weights,
+                adapters_nbytes=0 if flags.request_adapter is None else session.adapters_nbytes,
+            ),
             weights_format=dtype if session.weights is None or not session.weights.is_quantized else session.weights.format,
             environment=environment,
             params=params,

@@ -54,7 +54,7 @@ def chat(
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
     with session_flags.open_session(flags.source(folder, slots=1).replace(draft=draft)) as session:
         template = chat_flags.template(session.tokenizer)
-        Chat(session, template, options, open_reader()).run()
+        Chat(session, template, options, open_reader(), adapter=flags.request_adapter).run()
 
 
 def _check_family(folder: Path) -> None:
@@ -66,8 +66,17 @@ def _check_family(folder: Path) -> None:
 class Chat:
     """A chat on slot 0 of a session."""
 
-    def __init__(self, session: InferenceSession, template: Template | None, options: dict[str, Any], reader: LineReader) -> None:
+    def __init__(
+        self,
+        session: InferenceSession,
+        template: Template | None,
+        options: dict[str, Any],
+        reader: LineReader,
+        *,
+        adapter: str | None = None,
+    ) -> None:
         self._session = session
+        self._adapter = adapter
         self._template = template
         note_unused(options, session.defaults)
         self._params = with_drawn_seed(with_options(session.defaults, options))
@@ -122,7 +131,8 @@ class Chat:
         reason = None
         stopped = False
         try:
-            for event in self._session.generate(self._prompt(question), self._params, reuse=self._session.cache.active_batch_size == 1):
+            reuse = self._session.cache.active_batch_size == 1
+            for event in self._session.generate(self._prompt(question), self._params, reuse=reuse, adapter=self._adapter):
                 pieces.append(event.text)
                 put(event.text)
                 reason = event.finish_reason

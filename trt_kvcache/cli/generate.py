@@ -74,7 +74,8 @@ def generate(
             params = [with_drawn_seed(with_options(session.defaults, options)) for _ in given]
             for answer, chosen in zip(answers, params, strict=True):
                 answer.seed = chosen.seed if chosen.temperature > 0 else None
-            events = session.generate([text if template is None else template.prompt(text) for text in given], params)
+            prompts = [text if template is None else template.prompt(text) for text in given]
+            events = session.generate(prompts, params, adapter=flags.request_adapter)
         if json:
             _collect(answers, events)
         elif count == 1:

@@ -38,7 +38,12 @@ def perplexity(
     with session_flags.open_session(source) as session:
         with progress_display() as show:
             found = text_perplexity(
-                session, given, window=window, stride=stride, progress=lambda done, total: show("score windows", done / total)
+                session,
+                given,
+                window=window,
+                stride=stride,
+                adapter=flags.request_adapter,
+                progress=lambda done, total: show("score windows", done / total),
             )
         if json:
             weights = None if session.weights is None else session.weights.format

@@ -51,7 +51,7 @@ def score(
     given = _given(texts, prompt, prompt_ids)
     source = flags.source(session_flags.located(folder), slots=min(len(given), session_flags.MAX_SLOTS))
     with session_flags.open_session(source) as session:
-        scores = session.score(given, top_logprobs=top)
+        scores = session.score(given, top_logprobs=top, adapter=flags.request_adapter)
         if json:
             documents = [_document(index, *pair) for index, pair in enumerate(zip(given, scores, strict=True))]
             put_json({"texts": documents, **_total(scores), **session_document(session)})

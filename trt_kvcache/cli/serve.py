@@ -6,7 +6,7 @@ import typer
 
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import count, note
-from trt_kvcache.cli.option_groups import Changed
+from trt_kvcache.cli.option_groups import Changed, WrongUsage
 from trt_kvcache.cli.server_flags import ServerFlags, ToolCallParser
 from trt_kvcache.session.session_options import DEFAULT_PREFILL_CHUNK
 
@@ -34,14 +34,16 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
 
-    Completions, chats and their streams, metrics, and a status page. Ctrl-C or SIGTERM waits for live answers; a second one ends them.
-    Needs the extra serve.
+    Completions, chats and their streams, metrics, and a status page. Each of --adapters is a model for clients. Ctrl-C or SIGTERM waits
+    for live answers; a second one ends them. Needs the extra serve.
     """
     from trt_kvcache.server import AsyncEngine
     from trt_kvcache.server.http import make_app
     from trt_kvcache.server.http.metrics import Metrics
     from trt_kvcache.server.http.serving import Server, address_of, bound_socket, serve as serve_at
 
+    if flags.request_adapter is not None:
+        raise WrongUsage("expected --adapter or --adapters, got both: clients choose an adapter by the name of the model.")
     allowed = server_flags.server_options(tool_call_parser)
     with bound_socket(server_flags.host, server_flags.port, allowed) as bound:
         source = flags.source(session_flags.located(folder), slots=session_flags.MAX_SLOTS, prompt_cache_bytes=prompt_cache << 20)

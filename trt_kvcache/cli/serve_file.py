@@ -36,7 +36,8 @@ def serve_file(
         typer.Argument(
             metavar="PROMPTS",
             help="A text file with one prompt per line. In a .jsonl file each line is a text, token ids, or an object with "
-            '"prompt" or "messages", sampling options, and fields that come back with the answer. - is stdin.',
+            '"prompt" or "messages", sampling options, and fields that come back with the answer, of which "adapter" names one of '
+            "--adapters. - is stdin.",
         ),
     ],
     chat_flags: ChatFlags,
@@ -83,7 +84,7 @@ def serve_file(
             note_unused(options, session.defaults)
         recording = None if timeline is None else session.record()
         template = chat_flags.template(session.tokenizer)
-        left = dict(_submit(session, _Task(index, prompt), template, options) for index, prompt in missing.items())
+        left = dict(_submit(session, _Task(index, prompt), template, options, flags.request_adapter) for index, prompt in missing.items())
         with answers.open() as file:
             try:
                 with _progress(len(left)) as show:
@@ -122,11 +123,16 @@ class _Task:
         return {**self.prompt.metadata, **answer, **seed, **logprobs_document(handle.events)}
 
 
-def _submit(session: InferenceSession, task: _Task, template: Template | None, options: dict[str, Any]) -> tuple[RequestHandle, _Task]:
+def _submit(
+    session: InferenceSession, task: _Task, template: Template | None, options: dict[str, Any], adapter: str | None
+) -> tuple[RequestHandle, _Task]:
+    """Submit a prompt, with the adapter of its line if it names one, else with ``adapter``."""
     prompt = task.prompt
+    if session.adapters:
+        adapter = prompt.metadata.get("adapter", adapter)
     try:
         params = with_drawn_seed(with_options(session.defaults, {**options, **prompt.options}))
-        handle = session.submit(_prompt(prompt, template), params)
+        handle = session.submit(_prompt(prompt, template), params, adapter=adapter)
     except KVCacheError as error:
         raise type(error)(f"{prompt.place}: {error}") from None
     return handle, replace(task, seed=params.seed if params.temperature > 0 else None)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
-from trt_kvcache.cli.console import note, progress_bar
+from trt_kvcache.cli.console import note, progress_bar, size
 from trt_kvcache.cli.formats import kv_format
 from trt_kvcache.cli.option_groups import Changed, choice, logits_per_slot
 from trt_kvcache.cli.verbosity import is_quiet
@@ -44,6 +44,11 @@ QUANTIZE_HELP = (
 )
 
 ADAPTER_HELP = "Merge a LoRA adapter of PEFT into the weights: its folder, or an id of the Hugging Face Hub."
+
+ADAPTERS_HELP = (
+    "A LoRA adapter that runs next to the weights, with a name: its folder, or an id of the Hugging Face Hub. Can be given several times. "
+    "NumPy and PyTorch."
+)
 
 KV_DTYPE_HELP = "Quantize K and V to 8 bits, with plugin attention. Default: --dtype."
 KV_SCALES_HELP = (
@@ -123,6 +128,18 @@ PluginLayersOption = Annotated[
 ]
 QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="FORMAT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
 AdapterOption = Annotated[str | None, typer.Option("--adapter", metavar="ADAPTER", help=ADAPTER_HELP, rich_help_panel=MODEL_PANEL)]
+AdapterOrName = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="ADAPTER|NAME",
+        help=f"{ADAPTER_HELP} With --adapters: the name of the one to use. Default: none.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+AdaptersOption = Annotated[
+    list[str] | None, typer.Option("--adapters", metavar="NAME=ADAPTER", help=ADAPTERS_HELP, rich_help_panel=MODEL_PANEL)
+]
 KVDTypeOption = Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
 KVScalesOption = Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP, rich_help_panel=MODEL_PANEL)]
 
@@ -140,9 +157,15 @@ class SessionFlags:
     attention: AttentionOption = None
     plugin_layers: PluginLayersOption = None
     quantize: QuantizeOption = None
-    adapter: AdapterOption = None
+    adapter: AdapterOrName = None
+    adapters: AdaptersOption = None
     kv_dtype: KVDTypeOption = None
     kv_scales: KVScalesOption = None
+
+    @property
+    def request_adapter(self) -> str | None:
+        """Name of the adapter that requests use; None for the base model, or for one with a merged adapter."""
+        return self.adapter if self.adapters else None
 
     def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
         """Return the source of the session, which opens it later. ``slots`` is the default batch size of a model folder."""
@@ -159,7 +182,8 @@ class SessionFlags:
             attention=self.attention,
             plugin_layers=self.plugin_layers,
             quantize=self.quantize,
-            adapter=located_adapter(self.adapter),
+            adapter=None if self.adapters else located_adapter(self.adapter),
+            adapters=_located_adapters(self.adapters),
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,
         )
@@ -202,6 +226,19 @@ def located_adapter(adapter: str | None) -> str | None:
     return locate_adapter(adapter)
 
 
+def _located_adapters(adapters: Sequence[str] | None) -> dict[str, str] | None:
+    """Return the folders of ``--adapters`` by name."""
+    found: dict[str, str] = {}
+    for given in adapters or ():
+        name, equals, adapter = given.partition("=")
+        if not (name and equals and adapter):
+            raise typer.BadParameter(f"expected NAME=ADAPTER, got {given}.", param_hint="--adapters")
+        if name in found:
+            raise typer.BadParameter(f"expected each name once, got {name} twice.", param_hint="--adapters")
+        found[name] = str(located_adapter(adapter))
+    return found or None
+
+
 def located_headers(folder: Path) -> AbstractContextManager[Path]:
     """Return a context manager of the folder of an argument. Of a model of the Hub it has only the headers of weight files."""
     if not folder.exists():
@@ -222,6 +259,8 @@ def open_session(source: SessionSource) -> InferenceSession:
         session = source(progress)
     if session.weights is not None and session.weights.is_quantized:
         note(f"weights: {session.weights.format}")
+    if session.adapters:
+        note(f"adapters: {', '.join(session.adapters)}, {size(session.adapters_nbytes)}")
     kv = session.cache_config.kv
     if kv is not None and kv.scales is not None:
         note(f"K and V: {kv_format(kv.dtype, kv.scales)}")

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.cache.config import DecoderCacheConfig
+from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionName, cache_layout
@@ -21,6 +22,7 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slo
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.embedding_rows import EmbeddingRows
 from trt_kvcache.engine.names import TensorNames
+from trt_kvcache.engine.slot_adapters import SlotAdapters
 from trt_kvcache.engine.step_rows import HiddenLayers, ReducedLayers, StepRows, rows_width
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.memory.base import Memory
@@ -47,6 +49,7 @@ class DecoderEngine(BoundEngine):
         max_embeddings: int = 0,
         hidden_layers: HiddenLayers | None = None,
         rows_dtype: str | None = None,
+        adapters: AdapterSet | None = None,
     ) -> None:
         computed = _computed_dtype(kv, dtype)
         _check_cache(model, kv, computed)
@@ -83,6 +86,8 @@ class DecoderEngine(BoundEngine):
         if capacity:
             sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
             self.embeddings = EmbeddingRows(memory, capacity=capacity, dtype=computed, **sizes)
+        #: Adapters of the slots of the next enqueue; None for an engine without.
+        self.slot_adapters = None if adapters is None else SlotAdapters(memory, adapters, max_slots=kv.max_batch_size, dtype=computed)
 
     @abstractmethod
     def open_draft_head(
@@ -96,7 +101,7 @@ class DecoderEngine(BoundEngine):
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
         self._bindings.release()
-        for rows in (self.embeddings, self.hidden_states, self.hidden_inputs):
+        for rows in (self.embeddings, self.hidden_states, self.hidden_inputs, self.slot_adapters):
             if rows is not None:
                 rows.close()
 

@@ -113,6 +113,7 @@ class Request:
         eos_token_ids: Collection[int],
         generated: int = 0,
         drafting: Drafting | None = None,
+        adapter: str | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
             raise ConfigError("stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids.")
@@ -122,6 +123,8 @@ class Request:
         self.prompt = tuple(prompt)
         #: Its drafts; None without speculative decoding.
         self.drafting = drafting
+        #: Name of the adapter that runs it; None for the base model.
+        self.adapter = adapter
         self._params = params
         self._generated = generated
         # Tokens past `progress.num_tokens` do not count.

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.cache.config import DecoderCacheConfig
+from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.bound_tensors import BoundTensors, StepTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
@@ -20,6 +21,7 @@ from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig, rope_table
+from trt_kvcache.reference.adapters import adapted, load_updates
 from trt_kvcache.reference.attention import (
     Attention,
     CombinedAttention,
@@ -92,6 +94,8 @@ class ReferenceEngine(DecoderEngine):
         before each of these layers, side by side. The number of layers stands for the end of the residual stream. ``ReducedLayers`` of
         ``trt_kvcache.engine.step_rows``: the residual stream before these layers, reduced by the projection of an EAGLE-3 head, which
         :meth:`open_draft_head` must have opened before the first step. None if left out.
+    adapters : AdapterSet, optional
+        Adapters of the model, of which each slot of a step takes the one that :attr:`slot_adapters` names for it.
     shared : ReferenceEngine, optional
         Engine of the model of which the checkpoint is a draft head, for the tensors that both share: embedding, language model head.
 
@@ -106,6 +110,8 @@ class ReferenceEngine(DecoderEngine):
         Memory that bound tensors must be in.
     hidden_states, hidden_inputs : StepRows or None
         Hidden states of the tokens of the last step, and those that the next step of a draft head reads, in float32.
+    slot_adapters : SlotAdapters or None
+        The adapters of the slots of the next step.
 
     Raises
     ------
@@ -147,6 +153,7 @@ class ReferenceEngine(DecoderEngine):
         progress: Callable[[int, int], object] | None = None,
         max_embeddings: int = 0,
         hidden_layers: HiddenLayers | None = None,
+        adapters: AdapterSet | None = None,
         shared: ReferenceEngine | None = None,
     ) -> None:
         if not memory.is_host:
@@ -163,7 +170,9 @@ class ReferenceEngine(DecoderEngine):
             max_embeddings=max_embeddings,
             hidden_layers=hidden_layers,
             rows_dtype="float32",
+            adapters=adapters,
         )
+        self._updates = () if adapters is None else load_updates(adapters, checkpoint.config, self._dtype)
         self._rows = None if self.embeddings is None else memory.array(self.embeddings.table)
         self._masked = attention == "mask"
         self._rope = {
@@ -205,10 +214,14 @@ class ReferenceEngine(DecoderEngine):
         self._check_values(step.input_ids, step.last, step.start, step.new_lengths)
         for positions in step.rope.values():
             positions.update()
+        weights = self._weights
+        if self.slot_adapters is not None and self.slot_adapters.in_use:
+            slots, width = step.input_ids.shape
+            weights = adapted(weights, self._updates, self.memory.array(self.slot_adapters.table)[:slots], width)
         with np.errstate(over="ignore", invalid="ignore"):
             logits = decoder_step(
                 self._config,
-                self._weights,
+                weights,
                 step.caches,
                 step.input_ids,
                 step.last,
@@ -266,6 +279,7 @@ class ReferenceEngine(DecoderEngine):
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
         self._weights = self._combined = self._rows = self._reduction = None
+        self._updates = ()
         self._steps.clear()
         super().close()
 

@@ -22,6 +22,7 @@ from trt_kvcache.model import (
     RoutedMlpConfig,
 )
 from trt_kvcache.reference.activations import ACTIVATIONS, clamped_swiglu, sigmoid
+from trt_kvcache.reference.adapters import AdaptedProjection
 from trt_kvcache.reference.attention import LayerAttention, RotatedBeforeNorms, softcapped
 from trt_kvcache.reference.blas_threads import one_blas_thread
 from trt_kvcache.reference.router import route
@@ -267,6 +268,8 @@ def project(projection: Projection, x: Float32) -> Float32:
     rows: Float32 = x.reshape(-1, x.shape[-1]) @ projection.weight.T
     if projection.bias is not None:
         rows += projection.bias
+    if isinstance(projection, AdaptedProjection):
+        rows += projection.change(x.reshape(-1, x.shape[-1]))
     return rows.reshape(*x.shape[:-1], -1)
 
 

@@ -26,11 +26,13 @@ class ModelIdentity:
         :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`, or any other text that differs between different models.
     rope : mapping of str to JSON values, optional
         :meth:`trt_kvcache.model.RopeConfig.to_dict`: the RoPE that was applied to the cached keys.
+    adapter : str, optional
+        A hash of the adapter that ran next to the weights; None for the model alone. ``fingerprint`` covers an adapter that is merged.
 
     Raises
     ------
     ConfigError
-        ``fingerprint`` is not a text or empty, or ``rope`` is not a mapping of JSON values.
+        ``fingerprint`` or ``adapter`` is not a text or empty, or ``rope`` is not a mapping of JSON values.
 
     Examples
     --------
@@ -42,10 +44,13 @@ class ModelIdentity:
 
     fingerprint: str
     rope: Mapping[str, Any] | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.fingerprint, str) or not self.fingerprint:
             raise ConfigError(f"ModelIdentity.fingerprint: expected a text, got {self.fingerprint!r}.")
+        if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
+            raise ConfigError(f"ModelIdentity.adapter: expected a text or None, got {self.adapter!r}.")
         if self.rope is not None:
             check_type("ModelIdentity.rope", self.rope, Mapping)
             try:

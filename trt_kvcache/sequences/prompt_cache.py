@@ -29,10 +29,13 @@ class PromptEntry:
         Its tokens; read-only.
     nbytes : int
         Bytes of K, V and states, as allocated in the memory of the cache.
+    adapter : str or None
+        Name of the adapter with which they were computed; None for the base model.
     """
 
     tokens: TokenArray
     nbytes: int
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class PromptCache(Closable):
     Notes
     -----
     Tokens are compared one by one, never by a hash alone. At least one token of a prompt is always computed, because its logits are
-    needed.
+    needed. K and V of one adapter are never used for another one.
 
     Recurrent states cannot go back to an earlier token. With recurrent layers an entry is therefore used whole or not at all: insert
     a sequence at the lengths from which others will continue, such as a prompt without its last token.
@@ -155,7 +158,7 @@ class PromptCache(Closable):
         """Tokens restored so far."""
         return self._reused_tokens
 
-    def insert(self, tokens: Tokens, slot: int, *, stream: Any) -> PromptEntry | None:
+    def insert(self, tokens: Tokens, slot: int, *, adapter: str | None = None, stream: Any) -> PromptEntry | None:
         """Copy the first tokens of a slot, if the copy fits into ``max_bytes``.
 
         Parameters
@@ -164,6 +167,8 @@ class PromptCache(Closable):
             The first tokens of the slot, at least one; with recurrent layers all of its tokens.
         slot : int
             An active slot.
+        adapter : str, optional
+            Name of the adapter with which the slot was computed.
         stream : cuda.core.Stream
             The copies are ordered on it. The call waits only if entries are dropped, or for ``place="host"``.
 
@@ -195,9 +200,9 @@ class PromptCache(Closable):
             return None
         array = self._tokens(tokens)
         check_capture(self._cache, slot, len(array), stream=stream)
-        return self._keep(array, lambda: SlotCopy.capture(self._cache, slot, len(array), place=self._place, stream=stream))
+        return self._keep(array, adapter, lambda: SlotCopy.capture(self._cache, slot, len(array), place=self._place, stream=stream))
 
-    def insert_copy(self, tokens: Tokens, copy: SlotCopy, *, stream: Any) -> PromptEntry | None:
+    def insert_copy(self, tokens: Tokens, copy: SlotCopy, *, adapter: str | None = None, stream: Any) -> PromptEntry | None:
         """Insert a sequence that was copied before.
 
         Parameters
@@ -206,6 +211,8 @@ class PromptCache(Closable):
             The tokens of the copy, at least one.
         copy : SlotCopy
             On the host, of all these tokens, from a cache of the same layers, dtypes and scales.
+        adapter : str, optional
+            Name of the adapter with which the copy was computed.
         stream : cuda.core.Stream
             The copies are ordered on it, and waited for.
 
@@ -231,7 +238,7 @@ class PromptCache(Closable):
         if difference is not None:
             raise ShapeError(f"copy: {difference}. It was made of another cache.")
         refuse_capture(self._cache.memory, "inserting a copy", stream)
-        return self._keep(array, lambda: copy if self._place == "host" else copy.to_cache(self._cache, stream=stream))
+        return self._keep(array, adapter, lambda: copy if self._place == "host" else copy.to_cache(self._cache, stream=stream))
 
     def _tokens(self, tokens: Tokens) -> TokenArray:
         array = token_array("tokens", tokens)
@@ -239,15 +246,15 @@ class PromptCache(Closable):
             raise ShapeError("tokens: expected at least one, got none.")
         return array
 
-    def _keep(self, tokens: TokenArray, make_copy: Callable[[], SlotCopy]) -> PromptEntry | None:
+    def _keep(self, tokens: TokenArray, adapter: str | None, make_copy: Callable[[], SlotCopy]) -> PromptEntry | None:
+        new = PromptEntry(tokens, self._format.nbytes(len(tokens)), adapter)
         for entry in self.entries:
-            if self._covers(entry.tokens, tokens):
+            if self._covers(entry, new):
                 self._mark_used(entry)
                 return entry
-        new = PromptEntry(tokens, self._format.nbytes(len(tokens)))
         if new.nbytes > self._max_bytes:
             return None
-        covered = {entry for entry in self._copies if self._covers(tokens, entry.tokens)}
+        covered = {entry for entry in self._copies if self._covers(new, entry)}
         candidates = sorted(self._copies, key=lambda entry: entry not in covered)
         before = self.nbytes
         while self.nbytes + new.nbytes > self._max_bytes or (copy := _or_none(make_copy)) is None:
@@ -259,23 +266,25 @@ class PromptCache(Closable):
         self._copies[new] = copy
         return new
 
-    def _covers(self, longer: TokenArray, shorter: TokenArray) -> bool:
-        """Return True if an entry of ``longer`` can replace an entry of ``shorter`` for every prompt."""
-        if self._format.has_states and len(longer) != len(shorter):
+    def _covers(self, longer: PromptEntry, shorter: PromptEntry) -> bool:
+        """Return True if an entry can replace a ``shorter`` one for every prompt."""
+        if longer.adapter != shorter.adapter or (self._format.has_states and len(longer.tokens) != len(shorter.tokens)):
             return False
-        return common_prefix(longer, shorter) == len(shorter)
+        return common_prefix(longer.tokens, shorter.tokens) == len(shorter.tokens)
 
     def _mark_used(self, entry: PromptEntry) -> None:
         """Make an entry the most recently used one."""
         self._copies[entry] = self._copies.pop(entry)
 
-    def find(self, tokens: Tokens) -> PromptMatch | None:
+    def find(self, tokens: Tokens, adapter: str | None = None) -> PromptMatch | None:
         """Find the entry with the longest usable prefix of a prompt. It becomes the most recently used one.
 
         Parameters
         ----------
         tokens : sequence of int (n,)
             The whole prompt.
+        adapter : str, optional
+            Name of the adapter that will run it. Entries of others are not used.
 
         Returns
         -------
@@ -295,7 +304,7 @@ class PromptCache(Closable):
             return None
         prompt = token_array("tokens", tokens)
         best, most = None, 0
-        for entry in self._copies:
+        for entry in (entry for entry in self._copies if entry.adapter == adapter):
             count = reusable_tokens(entry.tokens, prompt, whole=self._format.has_states)
             if count > most:
                 best, most = entry, count

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trt_kvcache._version import __version__
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.dtypes import dtype_name
-from trt_kvcache.errors import CapacityError, KVCacheError, SnapshotError
+from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError, SnapshotError
 from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.token_ids import reusable_tokens, token_array
 from trt_kvcache.sequences.model_identity import ModelIdentity, check_type
@@ -181,7 +181,7 @@ class Snapshot:
         Raises
         ------
         ConfigError
-            ``model`` is of another type.
+            ``model`` is of another type, or only one of ``model`` and ``entry`` has an adapter.
         CapacityError
             The host has no room.
         ClosedError
@@ -190,6 +190,7 @@ class Snapshot:
             The stream is of another memory or captured in a CUDA graph.
         """
         check_type("model", model, ModelIdentity)
+        _check_adapter(model, entry.adapter)
         return cls(
             tokens=tuple(entry.tokens.tolist()), pending=(), sampler=None, model=model, contents=prompts.copy_to_host(entry, stream=stream)
         )
@@ -209,7 +210,8 @@ class Snapshot:
         """
         description = {
             "producer": {"name": "trt-kvcache", "version": __version__},
-            "model": asdict(self.model),
+            # A model alone is written without the field, as versions that do not know adapters read it.
+            "model": {name: value for name, value in asdict(self.model).items() if name != "adapter" or value is not None},
             "slot": self.slot_format.to_dict(),
             "sampler": None if self.sampler is None else asdict(self.sampler),
         }
@@ -278,7 +280,7 @@ class Snapshot:
         Raises
         ------
         SnapshotError
-            The model, its RoPE, or the layers, dtypes or scales differ.
+            The model, its adapter, its RoPE, or the layers, dtypes or scales differ.
         ConfigError
             ``model`` or ``cache`` is of another type.
         """
@@ -288,6 +290,9 @@ class Snapshot:
                 f"snapshot: fingerprint: expected {_short(model.fingerprint)} as the model has, got {_short(self.model.fingerprint)}. "
                 "It was saved with another model."
             )
+        if model.adapter != self.model.adapter:
+            expected, got = ("no adapter" if one.adapter is None else f"adapter {_short(one.adapter)}" for one in (model, self.model))
+            raise SnapshotError(f"snapshot: adapter: expected {expected}, got {got}. It was saved with another adapter.")
         if model.rope != self.model.rope:
             raise SnapshotError(f"snapshot: rope: expected {model.rope} as the model has, got {self.model.rope}.")
         difference = SlotFormat.of(cache).difference(self.slot_format)
@@ -356,7 +361,7 @@ class Snapshot:
             self.contents.restore(cache, slot, length, stream=stream)
         return length
 
-    def restore_entry(self, prompts: PromptCache, *, model: ModelIdentity, stream: Any) -> PromptEntry | None:
+    def restore_entry(self, prompts: PromptCache, *, model: ModelIdentity, adapter: str | None = None, stream: Any) -> PromptEntry | None:
         """Insert the sequence into a prompt cache.
 
         Parameters
@@ -365,6 +370,8 @@ class Snapshot:
             Over a cache of the same layers, dtypes and scales.
         model : ModelIdentity
             The model that runs on that cache.
+        adapter : str, optional
+            Name in the prompt cache of the adapter of ``model``, if it has one.
         stream : cuda.core.Stream
             The copies are ordered on it; the call waits.
 
@@ -380,12 +387,13 @@ class Snapshot:
         ShapeError
             The snapshot has no tokens. Nothing was changed.
         ConfigError
-            ``model`` is of another type.
+            ``model`` is of another type, or only one of ``model`` and ``adapter`` has an adapter.
         PlaceError, CaptureError, ClosedError
             The stream is of another memory or captured in a CUDA graph, or something is closed. Nothing was changed.
         """
         self.check_fits(prompts.cache, model)
-        return prompts.insert_copy(self.tokens, self.contents, stream=stream)
+        _check_adapter(model, adapter)
+        return prompts.insert_copy(self.tokens, self.contents, adapter=adapter, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -500,6 +508,13 @@ def load_snapshot(
     """
     snapshot = Snapshot.read(path)
     return LoadedSnapshot(snapshot, snapshot.restore_slot(cache, slot, model=model, prompt=prompt, stream=stream))
+
+
+def _check_adapter(model: ModelIdentity, adapter: str | None) -> None:
+    """Check that a model has an adapter if an entry of a prompt cache has one."""
+    if (model.adapter is None) is not (adapter is None):
+        expected = "no adapter" if adapter is None else f"the hash of adapter {adapter!r}"
+        raise ConfigError(f"model: expected {expected} as the entry of the prompt cache, got {model.adapter}.")
 
 
 def _short(fingerprint: str) -> str:

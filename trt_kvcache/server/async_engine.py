@@ -144,10 +144,16 @@ class AsyncEngine:
         ------
         KVCacheError
             The session cannot be opened.
+        ConfigError
+            An adapter has the name of the model.
         """
         await self._thread.start()
 
         def describe(session: InferenceSession) -> EngineConfig:
+            if self._model in session.adapters:
+                raise ConfigError(
+                    f"model: expected another name than those of the adapters, {', '.join(session.adapters)}, got {self._model!r}."
+                )
             self._tokenizer, self._defaults = session.tokenizer, session.defaults
             return EngineConfig(
                 model=self._model,
@@ -158,6 +164,7 @@ class AsyncEngine:
                 eos_token_ids=session.eos_token_ids,
                 has_chat_template=session.has_chat_template,
                 scores_prompts=session.max_logits_per_slot > 1,
+                adapters=session.adapters,
             )
 
         self._config = await self._thread.run(describe)
@@ -334,7 +341,9 @@ class AsyncEngine:
                 compiled.result()
             params = tuple(_guided(one, mask) for one, mask in zip(params, request.masks, strict=True))
         request.begin(
-            await self._thread.submit_answers(request.token_ids, params, prompt_logprobs=request.prompt_logprobs, client=request.client)
+            await self._thread.submit_answers(
+                request.token_ids, params, prompt_logprobs=request.prompt_logprobs, client=request.client, adapter=request.adapter
+            )
         )
 
     def _new_masks(self, request: EngineRequest) -> list[GuidedMask]:

@@ -38,6 +38,7 @@ class EngineRequest:
     prompt_logprobs: int | None
     guided: dict[str, Any] | None
     client: str
+    adapter: str | None  # the session checks it
 
     answers: list[AsyncRequest] = field(default_factory=list)  # empty until all have been submitted
     masks: list[GuidedMask] = field(default_factory=list)  # one for each answer with guided decoding
@@ -78,6 +79,7 @@ class EngineRequest:
             prompt_logprobs=prompt_logprobs,
             guided=guided,
             client=client,
+            adapter=request.get("adapter"),
         )
 
     @property

@@ -35,6 +35,8 @@ class EngineConfig:
         True if the model has a chat template.
     scores_prompts : bool
         True if it accepts ``prompt_logprobs``: the engine returns the logits of several tokens per slot.
+    adapters : tuple of str
+        Names of the adapters that requests may choose.
     """
 
     model: str
@@ -45,6 +47,7 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     scores_prompts: bool
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class GenerateRequest(TypedDict, total=False):
         most likely tokens to return with each.
     client : str
         Name of the client: clients take turns for slots, and each has its share of the queue. Requests without it count as one client.
+    adapter : str
+        Name of an adapter of the session; the base model if left out.
     """
 
     token_ids: Required[list[int]]
@@ -34,6 +36,7 @@ class GenerateRequest(TypedDict, total=False):
     stop_conditions: dict[str, Any]
     output_options: dict[str, Any]
     client: str
+    adapter: str
 
 
 class GenerateChunk(TypedDict, total=False):

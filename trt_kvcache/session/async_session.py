@@ -89,6 +89,7 @@ class AsyncSession:
         prompt_logprobs: int | None = None,
         client: str = "",
         draft: DraftChoice | None = None,
+        adapter: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncRequest:
         """Queue a prompt. Waits while ``max_requests`` have not ended.
@@ -105,6 +106,8 @@ class AsyncSession:
             As for ``InferenceSession.submit``.
         draft : "ngram", "mtp", "off" or Drafter, optional
             As for ``InferenceSession.generate``.
+        adapter : str, optional
+            Name of an adapter of the session; the base model if left out.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -122,14 +125,20 @@ class AsyncSession:
         """
 
         def begin(session: InferenceSession) -> RequestHandle:
-            return session.submit(prompt, params, prompt_logprobs=prompt_logprobs, client=client, draft=draft, **options)
+            return session.submit(prompt, params, prompt_logprobs=prompt_logprobs, client=client, draft=draft, adapter=adapter, **options)
 
         await self._reserve(1)
         [request] = await self._thread.submit([begin], self._room.release)
         return request
 
     async def submit_answers(
-        self, prompt: AnyPrompt, params: Sequence[SamplingParams], *, prompt_logprobs: int | None = None, client: str = ""
+        self,
+        prompt: AnyPrompt,
+        params: Sequence[SamplingParams],
+        *,
+        prompt_logprobs: int | None = None,
+        client: str = "",
+        adapter: str | None = None,
     ) -> list[AsyncRequest]:
         """Queue one prompt several times, one directly after the other. Answers that start together run the prompt once.
 
@@ -143,6 +152,8 @@ class AsyncSession:
             As for :meth:`submit`, for the first answer, whose prompt runs separately.
         client : str
             As for :meth:`submit`.
+        adapter : str, optional
+            As for :meth:`submit`, for all answers.
 
         Returns
         -------
@@ -158,7 +169,9 @@ class AsyncSession:
             raise CapacityError(f"params: expected at most max_requests={self._max_requests} answers, got {len(params)}.")
 
         await self._reserve(len(params))
-        return await self._thread.submit_answers(prompt, params, prompt_logprobs=prompt_logprobs, client=client, on_end=self._room.release)
+        return await self._thread.submit_answers(
+            prompt, params, prompt_logprobs=prompt_logprobs, client=client, adapter=adapter, on_end=self._room.release
+        )
 
     async def _reserve(self, count: int) -> None:
         """Wait until ``count`` more requests fit; a request frees its place when it ends."""
@@ -175,7 +188,7 @@ class AsyncSession:
             raise
 
     async def generate(
-        self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
+        self, prompt: AnyPrompt, params: SamplingParams | None = None, *, adapter: str | None = None, **options: Unpack[SamplingOptions]
     ) -> AsyncIterator[GeneratedToken]:
         """Continue one prompt, token by token. Leaving the iteration cancels the request.
 
@@ -185,6 +198,8 @@ class AsyncSession:
             As for :meth:`submit`.
         params : SamplingParams, optional
             Not together with ``options``.
+        adapter : str, optional
+            As for :meth:`submit`.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -198,7 +213,7 @@ class AsyncSession:
         KVCacheError
             As :meth:`submit` and ``AsyncRequest.wait``.
         """
-        request = await self.submit(prompt, params, **options)
+        request = await self.submit(prompt, params, adapter=adapter, **options)
         try:
             async for token in request:
                 yield token
@@ -206,7 +221,12 @@ class AsyncSession:
             request.cancel()
 
     async def complete(
-        self, prompts: AnyPrompt | Sequence[AnyPrompt], params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[str]:
         """Continue prompts, and return all texts. If one fails or the task is cancelled, all are cancelled.
 
@@ -216,6 +236,8 @@ class AsyncSession:
             Token ids, text, or a :class:`ChatPrompt`.
         params : SamplingParams, optional
             For all prompts. Not together with ``options``.
+        adapter : str, optional
+            As for :meth:`submit`, for all prompts.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -252,7 +274,7 @@ class AsyncSession:
         requests: list[AsyncRequest] = []
         try:
             for prompt in given:
-                requests.append(await self.submit(prompt, params, **options))
+                requests.append(await self.submit(prompt, params, adapter=adapter, **options))
             for request in requests:
                 await request.wait()
         finally:

@@ -125,11 +125,12 @@ class Batch:
 
     def clear(self) -> None:
         """Make no slot active."""
-        self._reset([])
+        self._reset([], [])
 
     def activate_all(self) -> None:
         """Make all slots active, without tokens."""
-        self._reset([0] * self._cache.max_batch_size)
+        slots = self._cache.max_batch_size
+        self._reset([0] * slots, [None] * slots)
 
     @contextmanager
     def finite(self) -> Iterator[None]:
@@ -142,13 +143,17 @@ class Batch:
             self._runner.clear_rows()
             raise
 
-    def added(self, slots: Sequence[Slot], prompts: Rows, *, skip_prompt_cache: Sequence[bool]) -> list[Slot]:
+    def added(
+        self, slots: Sequence[Slot], prompts: Rows, *, adapters: Sequence[str | None], skip_prompt_cache: Sequence[bool]
+    ) -> list[Slot]:
         """Make more slots active after others, each with the prefix of its prompt in the prompt cache. Inside :meth:`Runner.work`."""
         first = len(slots)
         self._cache.set_active_batch_size(first + len(prompts), stream=self._runner.stream)
-        empty = [*slots, *(Slot([], 0) for _ in prompts)]
-        sought = {slot: row for slot, (row, skip) in enumerate(zip(prompts, skip_prompt_cache, strict=True), start=first) if not skip}
-        return self._restored(empty, {slot: match for slot, row in sought.items() if (match := self._prompt_cache.find(row))})
+        after = [*slots, *(Slot([], 0, adapter=adapter) for adapter in adapters)]
+        self._runner.use_adapters([slot.adapter for slot in after])
+        sought = [slot for slot, skip in enumerate(skip_prompt_cache, start=first) if not skip]
+        found = {slot: self._prompt_cache.find(prompts[slot - first], adapter=after[slot].adapter) for slot in sought}
+        return self._restored(after, {slot: match for slot, match in found.items() if match is not None})
 
     def copied(self, slots: Sequence[Slot], source: int, lengths: Mapping[int, int]) -> list[Slot]:
         """Copy the first tokens of a slot to others, which hold fewer of them. With states, all of its tokens. Inside :meth:`Runner.work`.
@@ -181,11 +186,12 @@ class Batch:
         self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._runner.stream)
         if self._runner.hidden_states is not None:
             self._runner.hidden_states.compact(mapping)
+        self._runner.use_adapters([slots[slot].adapter for _, slot in kept])
         self._runner.apply([slots[slot] for _, slot in kept])
 
     # --- sequences ---
 
-    def start(self, prompts: Rows, *, reuse: bool = False) -> Logits:
+    def start(self, prompts: Rows, adapters: Sequence[str | None], *, reuse: bool = False) -> Logits:
         """Start new sequences and run their prompts; return the logits float32 ``[n, vocab]`` at the last token of each.
 
         Not atomic once the first chunk runs: if a later one fails, the slots hold the tokens of the chunks before it.
@@ -193,8 +199,9 @@ class Batch:
         kept = [0] * len(prompts)
         if reuse:
             self._check_one_each("prompts", len(prompts))  # the batch may have changed since the prompts were checked
-            kept = [self._kept(prompt, slot) for prompt, slot in zip(prompts, self._runner.slots, strict=True)]
-        found = {slot: match for slot, row in enumerate(prompts) if (match := self._prompt_cache.find(row)) and match.length > kept[slot]}
+            kept = [self._kept(*one) for one in zip(prompts, adapters, self._runner.slots, strict=True)]
+        matches = {slot: self._prompt_cache.find(*one) for slot, one in enumerate(zip(prompts, adapters, strict=True))}
+        found = {slot: match for slot, match in matches.items() if match is not None and match.length > kept[slot]}
         reused = [found[slot].length if slot in found else count for slot, count in enumerate(kept)]
         rows = [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)]
         if self._runner.has_states:
@@ -206,7 +213,7 @@ class Batch:
         chunks = self._runner.chunks([count + len(head) for count, head in zip(reused, heads, strict=True)], plan)
         for slot, match in found.items():
             _LOGGER.info("slot %d: %d of %d prompt tokens are from the prompt cache", slot, match.length, len(prompts[slot]))
-        self._reset(kept)
+        self._reset(kept, adapters)
         if found:
             with self._runner.work():
                 self._runner.apply(self._restored(self._runner.slots, found))
@@ -218,8 +225,13 @@ class Batch:
         self.remember(self._runner.slots)
         return logits
 
-    def _kept(self, prompt: Sequence[int], slot: Slot) -> int:
-        """Return the number of tokens that a slot keeps for a prompt: their common prefix, or with states all of them or none."""
+    def _kept(self, prompt: Sequence[int], adapter: str | None, slot: Slot) -> int:
+        """Return the number of tokens that a slot keeps for a prompt: their common prefix, or with states all of them or none.
+
+        Tokens that another adapter has run are not kept.
+        """
+        if slot.adapter != adapter:
+            return 0
         count = common_prefix(prompt[:-1], slot.tokens)
         return 0 if self._runner.has_states and count < slot.length else count
 
@@ -346,13 +358,13 @@ class Batch:
         self._counters.prefill_seconds += time.perf_counter() - started
         return after, logits
 
-    def start_every_logit(self, prompts: Rows) -> Iterator[tuple[int, Logits]]:
+    def start_every_logit(self, prompts: Rows, adapter: str | None) -> Iterator[tuple[int, Logits]]:
         """Start new sequences, run their prompts, and yield slot and logits ``[k, vocab]`` of its next k tokens.
 
         The next chunk overwrites the logits. The prompt cache, which has none, is not read.
         """
         chunks = self._runner.chunks([0] * len(prompts), StepPlan.of(prompts, LogitsWanted.ALL))
-        self._reset([0] * len(prompts))
+        self._reset([0] * len(prompts), [adapter] * len(prompts))
         for chunk, parts in _parts_of(prompts, chunks):
             started = time.perf_counter()
             after = list(self._runner.slots)
@@ -448,19 +460,26 @@ class Batch:
                 self._cache.reset_for_new_sequences(lengths, stream=self._runner.stream)
                 self._runner.apply([slot.shortened(length) for slot, length in zip(self._runner.slots, lengths, strict=True)])
 
-    def load(self, snapshots: Sequence[Snapshot]) -> None:
+    def load(self, snapshots: Sequence[Snapshot], adapters: Sequence[str | None]) -> None:
         """Start new sequences, one from each snapshot. The snapshots were checked to fit."""
-        stream = self._runner.stream
-        self._reset([0] * len(snapshots))
+        stream, loaded = self._runner.stream, [_slot_of(*one) for one in zip(snapshots, adapters, strict=True)]
+        self._reset([0] * len(snapshots), adapters)
         with self._runner.work():
             for slot, snapshot in enumerate(snapshots):
                 snapshot.contents.restore(self._cache, slot, len(snapshot.tokens), stream=stream)
             self._cache.commit_sequence_length([len(snapshot.tokens) for snapshot in snapshots], stream=stream)
-            self._runner.apply([_slot_of(snapshot) for snapshot in snapshots])
+            self._runner.apply(loaded)
 
-    def resume(self, snapshots: Sequence[Snapshot], kept: Sequence[int], plan: StepPlan, chunks: Sequence[Chunk]) -> Logits:
+    def resume(
+        self,
+        snapshots: Sequence[Snapshot],
+        adapters: Sequence[str | None],
+        kept: Sequence[int],
+        plan: StepPlan,
+        chunks: Sequence[Chunk],
+    ) -> Logits:
         """Start new sequences from snapshots, keep ``kept`` tokens of each, and run the tokens of the plan after them."""
-        self.load(snapshots)
+        self.load(snapshots, adapters)
         for slot, length in enumerate(kept):
             if length < self._runner.slots[slot].length:
                 self.rewind(slot, length)
@@ -479,28 +498,35 @@ class Batch:
         """
         return self._runner.has_states and self._prompt_cache.max_bytes > 0
 
-    def divergence_point(self, tokens: TokenArray) -> int:
+    def divergence_point(self, tokens: TokenArray, adapter: str | None) -> int:
         """Return the length of the longest common prefix with a cached prompt: states at it can serve a third prompt. 0 without states."""
         if not self.caches_prompt_without_last_token:
             return 0
-        return max((common_prefix(tokens, entry.tokens) for entry in self._prompt_cache.entries), default=0)
+        entries = (entry for entry in self._prompt_cache.entries if entry.adapter == adapter)
+        return max((common_prefix(tokens, entry.tokens) for entry in entries), default=0)
 
     def remember(self, slots: Sequence[Slot], chosen: Iterable[int] | None = None) -> None:
         """Copy slots, as the cache holds them now, into the prompt cache if it is on."""
         if self._prompt_cache.max_bytes:
             for slot in range(len(slots)) if chosen is None else chosen:
                 if slots[slot].length:
-                    self._prompt_cache.insert(slots[slot].tokens, slot, stream=self._runner.stream)
+                    self._prompt_cache.insert(slots[slot].tokens, slot, adapter=slots[slot].adapter, stream=self._runner.stream)
 
     # --- parts of the above ---
 
-    def _reset(self, kept: Sequence[int]) -> None:
+    def _reset(self, kept: Sequence[int], adapters: Sequence[str | None]) -> None:
         """Start ``len(kept)`` new sequences that keep the first tokens of what their slots hold."""
         slots = self._runner.slots
         with self._runner.work():
             self._runner.overwrite_states()
             self._cache.reset_for_new_sequences(kept, stream=self._runner.stream)
-            self._runner.apply([_first_tokens(slots[slot], count) if count else Slot([], 0) for slot, count in enumerate(kept)])
+            self._runner.use_adapters(adapters)
+            self._runner.apply(
+                [
+                    _first_tokens(slots[slot], count) if count else Slot([], 0, adapter=adapter)
+                    for slot, (count, adapter) in enumerate(zip(kept, adapters, strict=True))
+                ]
+            )
         self._counters.reused_tokens += sum(kept)
 
     def _restored(self, slots: Sequence[Slot], matches: Mapping[int, PromptMatch]) -> list[Slot]:
@@ -543,15 +569,15 @@ def _parts_of(rows: Rows, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, list
 
 def _first_tokens(slot: Slot, count: int) -> Slot:
     """Return the slot of a new sequence that begins with the first tokens of another one."""
-    return Slot(slot.tokens[:count], count, reused=count, copied=min(slot.copied, count))
+    return Slot(slot.tokens[:count], count, reused=count, copied=min(slot.copied, count), adapter=slot.adapter)
 
 
-def _slot_of(snapshot: Snapshot) -> Slot:
+def _slot_of(snapshot: Snapshot, adapter: str | None) -> Slot:
     """Return a slot that holds what is in a snapshot."""
     sampler = None if snapshot.sampler is None else (snapshot.sampler.seed, snapshot.sampler.counter)
     generated = 0 if snapshot.sampler is None else snapshot.sampler.generated
     tokens = list(snapshot.tokens)
-    return Slot(tokens, len(tokens), snapshot.pending, len(tokens), sampler, generated, len(tokens))
+    return Slot(tokens, len(tokens), snapshot.pending, len(tokens), sampler, generated, len(tokens), adapter)
 
 
 def _check_not_empty(prompts: Rows) -> None:

@@ -19,6 +19,7 @@ from trt_kvcache.cache.cache import Cache
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
+from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
@@ -167,6 +168,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             max_logits_per_slot=_default_logits(model, cache, width, options) if options.max_logits_per_slot is None else logits,
             attention=attention,
             hidden_layers=hidden_layers,
+            adapters=AdapterSet.open(model, options.adapters) if options.adapters else None,
             progress=_bytes_progress(progress, LOADING),
         )
         fingerprint = partial(_fingerprint, checkpoint.path, options)
@@ -219,7 +221,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.max_embeddings:
+    if options.max_embeddings or options.adapters:
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)

@@ -134,7 +134,12 @@ class RequestQueue:
     def _admit(self, outcome: StepOutcome, admitted: Sequence[QueuedRequest]) -> None:
         """Give each a slot after the others, and what the prompt cache has of its prompt."""
         first, rows = len(outcome.slots), [queued.row for queued in admitted]
-        slots = self._batch.added(outcome.slots, rows, skip_prompt_cache=[queued.is_scored for queued in admitted])
+        slots = self._batch.added(
+            outcome.slots,
+            rows,
+            adapters=[queued.request.adapter for queued in admitted],
+            skip_prompt_cache=[queued.is_scored for queued in admitted],
+        )
         samplers = [queued.request.sampler for queued in admitted]
         slots[first:] = [slot._replace(sampler=sampler) for slot, sampler in zip(slots[first:], samplers, strict=True)]
         outcome.admit(admitted, slots, time.perf_counter())

@@ -1,11 +1,11 @@
 """Continuing saved sequences: snapshots are read and checked before a session changes anything."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trt_kvcache.cache.cache import Cache
-from trt_kvcache.errors import CapacityError, ShapeError
+from trt_kvcache.errors import CapacityError, ShapeError, SnapshotError
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.snapshot import Snapshot
@@ -14,8 +14,8 @@ from trt_kvcache.session.model_location import expanded
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def read_snapshots(paths: Paths, cache: Cache, model: ModelIdentity) -> list[Snapshot]:
-    """Read snapshots for the first slots of a cache, which they were checked to fit."""
+def read_snapshots(paths: Paths, cache: Cache, model: ModelIdentity, adapters: Mapping[str, str]) -> list[Snapshot]:
+    """Read snapshots for the first slots of a cache, which they were checked to fit. ``adapters``: names by hash."""
     each = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(each, Sequence) or not all(isinstance(path, str | os.PathLike) for path in each):
         raise ShapeError(f"snapshots: expected a path or a sequence of paths, got {paths!r}.")
@@ -25,7 +25,14 @@ def read_snapshots(paths: Paths, cache: Cache, model: ModelIdentity) -> list[Sna
     snapshots = []
     for path in each:
         snapshot = Snapshot.read(expanded(path))
-        snapshot.check_fits(cache, model)
+        adapter = snapshot.model.adapter
+        snapshot.check_fits(cache, replace(model, adapter=adapter))
+        if adapter is not None and adapter not in adapters:
+            known = ", ".join(f"{name} ({one[:12]}...)" for one, name in adapters.items()) or "none"
+            raise SnapshotError(
+                f"{os.fspath(path)}: adapter: expected one of the session, {known}, got {adapter[:12]}.... "
+                "Open the session with that adapter (adapters=)."
+            )
         held = len(snapshot.tokens)
         if held > limit:
             raise CapacityError(f"{os.fspath(path)}: it holds {held} tokens, max_sequence_length is {limit}. Nothing was changed.")

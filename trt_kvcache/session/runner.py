@@ -15,6 +15,7 @@ from trt_kvcache.cache.cache import Cache
 from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
+from trt_kvcache.engine.slot_adapters import SlotAdapters
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -53,6 +54,9 @@ class Runner:
         self.plan = BindingPlan(engine, cache, names=names)
         self.stream = cache.memory.create_stream()
         self._held = _Held((), _States.OF_SLOTS)
+        self._slot_adapters: SlotAdapters | None = getattr(engine, "slot_adapters", None)
+        # Of each active slot of the cache, in enqueues from now on. Slots that are not current yet may be among them.
+        self._adapters: tuple[str | None, ...] = ()
         #: Rows past the lengths that a commit can still take: those of a verified draft, or of a step that was enqueued ahead. Any other
         #: work on the device overwrites them.
         self.uncommitted: object = None
@@ -87,6 +91,10 @@ class Runner:
         """Make slots current: the cache holds their tokens. One assignment, so an interrupt comes before it or after it."""
         self._held = _Held(tuple(slots), _States.OF_SLOTS)
 
+    def use_adapters(self, adapters: Sequence[str | None]) -> None:
+        """Run the active slots of the cache with these adapters from now on, by name. Inside :meth:`work`."""
+        self._adapters = tuple(adapters)
+
     def note(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
         """Make slots current that hold the same tokens as before, and return them. Pending tokens and samplers differ."""
         self._held = _Held(tuple(slots), self._held.states)
@@ -115,6 +123,7 @@ class Runner:
         if states is _States.OTHERS and any(slot.length for slot in slots):
             slots = ()
         self._held = _Held(slots, _States.OF_SLOTS)
+        self.use_adapters([slot.adapter for slot in slots])
         if not self.cache.closed:
             self.cache.reset_for_new_sequences([slot.length for slot in slots], stream=self.stream)
 
@@ -201,6 +210,8 @@ class Runner:
         self.uncommitted = None
         if self._held.states is _States.ONE_STEP_FURTHER:
             self.overwrite_states()  # the engine writes into the buffer that still has them
+        if self._slot_adapters is not None:
+            self._slot_adapters.write(self._adapters[chunk.first : chunk.end], stream=self.stream)
         if self.hidden_inputs is not None:
             self.hidden_inputs.load(self._starts(chunk), chunk, stream=self.stream)
         self.engine.enqueue(self.stream)

@@ -8,7 +8,7 @@ from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.step_plan import Rows
 
 
-def score_prompts(batch: Batch, prompts: Rows, *, slots: int, top_logprobs: int) -> list[PromptScore]:
+def score_prompts(batch: Batch, prompts: Rows, adapter: str | None, *, slots: int, top_logprobs: int) -> list[PromptScore]:
     """Score prompts, as many at a time as there are slots. No slot is active afterwards.
 
     Prompts of similar length share an enqueue, to save padding. The last token of a prompt does not run: nothing follows it.
@@ -19,7 +19,7 @@ def score_prompts(batch: Batch, prompts: Rows, *, slots: int, top_logprobs: int)
         for first in range(0, len(prompts), slots):
             group = by_length[first : first + slots]
             with batch.finite():
-                scores = [*_scores(batch, [prompts[index] for index in group], top_logprobs)]
+                scores = [*_scores(batch, [prompts[index] for index in group], adapter, top_logprobs)]
             for index, score in zip(group, scores, strict=True):
                 found[index] = score
     finally:
@@ -27,10 +27,10 @@ def score_prompts(batch: Batch, prompts: Rows, *, slots: int, top_logprobs: int)
     return [score for score in found if score is not None]
 
 
-def _scores(batch: Batch, prompts: Rows, top_logprobs: int) -> Iterator[PromptScore]:
+def _scores(batch: Batch, prompts: Rows, adapter: str | None, top_logprobs: int) -> Iterator[PromptScore]:
     """Score prompts that have one slot each."""
     following: list[list[TokenLogprobs]] = [[] for _ in prompts]
-    for slot, logits in batch.start_every_logit([prompt[:-1] for prompt in prompts]):
+    for slot, logits in batch.start_every_logit([prompt[:-1] for prompt in prompts], adapter):
         known = following[slot]
         known += score_tokens(logits, prompts[slot][len(known) + 1 :], top_logprobs)
     for prompt, known in zip(prompts, following, strict=True):

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.embedding_rows import EmbeddingRows, finite_rows
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
+from trt_kvcache.engine.slot_adapters import SlotAdapters
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
 from trt_kvcache.generation.drafter import DraftChoice, Drafter
@@ -330,6 +332,18 @@ class InferenceSession(Uncopyable):
         return self._prompt_cache
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may choose, in the order in which they were given; empty without."""
+        known = self._slot_adapters
+        return () if known is None else known.names
+
+    @property
+    def adapters_nbytes(self) -> int:
+        """Bytes of the updates of all adapters, which a step with an adapter reads."""
+        known = self._slot_adapters
+        return 0 if known is None else known.updates_nbytes
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self._runner.plan.vocab_size
@@ -503,7 +517,9 @@ class InferenceSession(Uncopyable):
     # --- prefill and decode ---
 
     @exclusive
-    def prefill(self, prompts: Sequence[AnyPrompt], *, reuse: bool = False) -> np.ndarray[Any, Any]:
+    def prefill(
+        self, prompts: Sequence[AnyPrompt], *, reuse: bool = False, adapter: str | Sequence[str | None] | None = None
+    ) -> np.ndarray[Any, Any]:
         """Start new sequences and run their prompts.
 
         Parameters
@@ -513,6 +529,8 @@ class InferenceSession(Uncopyable):
         reuse : bool
             Keep what slot i already holds of prompt i, compared token by token; at least one token is run. Needs as many prompts as
             there are active slots.
+        adapter : str, or sequence of str or None (n,), optional
+            Name of the adapter of all sequences, or one for each: see :meth:`generate`.
 
         Returns
         -------
@@ -540,8 +558,9 @@ class InferenceSession(Uncopyable):
         """
         self._check_open()
         rows = self._prompts.rows(prompts, end=self._end)
+        adapters = self._adapters_of(adapter, len(rows))
         self._batch.check_prompts(rows)
-        return self._batch.start(rows, reuse=reuse)
+        return self._batch.start(rows, adapters, reuse=reuse)
 
     @exclusive
     def append(self, turns: Sequence[Prompt]) -> np.ndarray[Any, Any]:
@@ -732,7 +751,7 @@ class InferenceSession(Uncopyable):
     # --- score ---
 
     @exclusive
-    def score(self, prompts: AnyPrompt | Sequence[AnyPrompt], *, top_logprobs: int = 0) -> list[PromptScore]:
+    def score(self, prompts: AnyPrompt | Sequence[AnyPrompt], *, top_logprobs: int = 0, adapter: str | None = None) -> list[PromptScore]:
         """Return the log-probability of each token of texts, given the tokens before it.
 
         Parameters
@@ -741,6 +760,8 @@ class InferenceSession(Uncopyable):
             Token ids, text, or a :class:`ChatPrompt`; any number, of any lengths up to ``max_sequence_length``.
         top_logprobs : int
             Number of most likely tokens to report at each position; 0 for none.
+        adapter : str, optional
+            Name of the adapter, one of :attr:`adapters`; the base model if left out.
 
         Returns
         -------
@@ -773,9 +794,10 @@ class InferenceSession(Uncopyable):
         self._check_open()
         count = int_in_range("top_logprobs", top_logprobs, 0)
         self._check_logits_per_slot("score", 2)
+        name = self._known_adapter(adapter)
         rows = self._prompts.rows(as_prompts(prompts))
         self._batch.check_prompts(rows, queued=True)
-        return score_prompts(self._batch, rows, slots=self._cache.max_batch_size, top_logprobs=count)
+        return score_prompts(self._batch, rows, name, slots=self._cache.max_batch_size, top_logprobs=count)
 
     def _chosen_drafter(self, draft: DraftChoice | None) -> Drafter | None:
         """Return the drafter of a choice; that of the session if there is none."""
@@ -814,6 +836,7 @@ class InferenceSession(Uncopyable):
         append: bool = False,
         reuse: bool = False,
         draft: DraftChoice | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> TokenStream:
         """Continue prompts, token by token.
@@ -833,6 +856,9 @@ class InferenceSession(Uncopyable):
             come faster where a draft is right. ``"ngram"`` looks the last tokens up in the prompt and in what was generated (prompt
             lookup): for texts that repeat parts of the prompt. ``"mtp"`` is for a session that was opened with it. If left out, the
             drafter of the session, such as a draft model.
+        adapter : str, or sequence of str or None (n,), optional
+            Name of the adapter of all prompts, or one for each: of :attr:`adapters`, or None for the base model. With ``append``, each
+            sequence keeps the adapter with which it began.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -868,16 +894,20 @@ class InferenceSession(Uncopyable):
             raise RangeError("generate: expected append or reuse, got both. A next turn keeps what its slot holds.")
         rows = self._prompts.rows(as_prompts(prompts), add_special_tokens=not append, end=self._end)
         per_request = params_for(len(rows), self._defaults, params, options)
+        adapters = self._adapters_of(adapter, len(rows))
         if append:
             self._batch.check_turns(rows)
+            if adapter is not None:
+                raise ConfigError(f"adapter: expected none with append, as each sequence keeps its own, got {adapter!r}.")
+            adapters = [slot.adapter for slot in self._runner.slots]
         else:
             self._batch.check_prompts(rows, reuse=reuse, queued=not reuse)
-        requests = self._requests(rows, per_request, draft=draft)
+        requests = self._requests(rows, per_request, adapters, draft=draft)
         if not append and len(rows) > self._cache.max_batch_size:
             queue = RequestQueue(self._runner, self._batch, self._decode_steps, prefill_chunk=self._prefill_chunk)
             queue.timeline = self._queue.timeline
             return TokenStream(requests, generate_queued(self._runner, queue, requests, check_open=self._check_open), user=self._user)
-        return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
+        return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, adapters, reuse=reuse))
 
     @exclusive
     def complete(
@@ -888,6 +918,7 @@ class InferenceSession(Uncopyable):
         append: bool = False,
         reuse: bool = False,
         draft: DraftChoice | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[str]:
         """Continue prompts, and return the texts once all are there.
@@ -902,6 +933,8 @@ class InferenceSession(Uncopyable):
             ``append``: the prompts are next turns. ``reuse``: keep the tokens of each prompt that its slot already holds.
         draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding.
+        adapter : str, or sequence of str or None (n,), optional
+            Name of the adapter of all prompts, or one for each.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -926,7 +959,7 @@ class InferenceSession(Uncopyable):
         ...     session.complete(["Alice was", "Down the"], max_new_tokens=4)
         [' beginn', ' Rabbit-Hole']
         """
-        return self.generate(prompts, params, append=append, reuse=reuse, draft=draft, **options).texts
+        return self.generate(prompts, params, append=append, reuse=reuse, draft=draft, adapter=adapter, **options).texts
 
     @exclusive
     def chat(
@@ -937,6 +970,7 @@ class InferenceSession(Uncopyable):
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         draft: DraftChoice | None = None,
+        adapter: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> TokenStream:
         """Answer a conversation. Tokens that slot 0 already holds from the last answer do not run again.
@@ -954,6 +988,8 @@ class InferenceSession(Uncopyable):
             Further variables of the chat template, such as ``{"enable_thinking": False}``.
         draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding, as for :meth:`generate`.
+        adapter : str, optional
+            Name of the adapter, one of :attr:`adapters`; the base model if left out.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -985,7 +1021,7 @@ class InferenceSession(Uncopyable):
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         prompt = ChatPrompt(messages, tools, {} if template_args is None else template_args)
-        return self.generate(prompt, params, reuse=len(self._batch) == 1, draft=draft, **options)
+        return self.generate(prompt, params, reuse=len(self._batch) == 1, draft=draft, adapter=adapter, **options)
 
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> TokenStream:
         if _LOGGER.isEnabledFor(logging.INFO):
@@ -999,6 +1035,7 @@ class InferenceSession(Uncopyable):
         self,
         rows: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
+        adapters: Sequence[str | None],
         *,
         draft: DraftChoice | None,
         generated: Sequence[int] | None = None,
@@ -1016,8 +1053,9 @@ class InferenceSession(Uncopyable):
                 eos_token_ids=self._eos_token_ids,
                 generated=count,
                 drafting=None if drafter is None else Drafting(drafter),
+                adapter=adapter,
             )
-            for index, (row, one, count) in enumerate(zip(rows, params, counts, strict=True))
+            for index, (row, one, adapter, count) in enumerate(zip(rows, params, adapters, counts, strict=True))
         ]
 
     # --- serving a queue ---
@@ -1031,6 +1069,7 @@ class InferenceSession(Uncopyable):
         prompt_logprobs: int | None = None,
         client: str = "",
         draft: DraftChoice | None = None,
+        adapter: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
@@ -1048,6 +1087,8 @@ class InferenceSession(Uncopyable):
             Name of the client. A free slot goes to the client with the fewest slots. Requests of one client are first in, first out.
         draft : "ngram", "mtp", "off" or Drafter, optional
             Speculative decoding, as for :meth:`generate`.
+        adapter : str, optional
+            Name of the adapter, one of :attr:`adapters`; the base model if left out.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -1079,7 +1120,8 @@ class InferenceSession(Uncopyable):
             raise ConfigError(f"client: expected a text, got {type(client).__name__}.")
         rows = self._prompts.rows([prompt], end=self._end if prompt_logprobs is None else None)
         self._batch.check_prompts(rows)
-        [request] = self._requests(rows, params_for(1, self._defaults, params, options), draft=draft)
+        adapters = [self._known_adapter(adapter)]
+        [request] = self._requests(rows, params_for(1, self._defaults, params, options), adapters, draft=draft)
         return self._queue.submit(request, prompt_logprobs=prompt_logprobs, client=client)
 
     @property
@@ -1188,7 +1230,7 @@ class InferenceSession(Uncopyable):
             slot,
             tokens=state.tokens,
             pending=state.pending,
-            model=model,
+            model=model if state.adapter is None else replace(model, adapter=self._hashes[state.adapter]),
             sampler=None
             if state.sampler is None
             else SamplerState(seed=state.sampler[0], counter=state.sampler[1], generated=state.generated),
@@ -1218,8 +1260,9 @@ class InferenceSession(Uncopyable):
         ShapeError, CapacityError, ConfigError, ClosedError
             Nothing was changed.
         """
-        snapshots = read_snapshots(paths, self._cache, self._known_identity())
-        self._batch.load(snapshots)
+        adapters = self._adapters_by_hash
+        snapshots = read_snapshots(paths, self._cache, self._known_identity(), adapters)
+        self._batch.load(snapshots, [None if one.model.adapter is None else adapters[one.model.adapter] for one in snapshots])
         return snapshots
 
     @exclusive
@@ -1269,17 +1312,19 @@ class InferenceSession(Uncopyable):
         >>> whole[2:] == resumed
         True
         """
-        snapshots = read_snapshots(paths, self._cache, self._known_identity())
+        adapters = self._adapters_by_hash
+        snapshots = read_snapshots(paths, self._cache, self._known_identity(), adapters)
         per_request = [
             resumed_params(*pair) for pair in zip(params_for(len(snapshots), self._defaults, params, options), snapshots, strict=True)
         ]
         kept, rows = zip(*map(next_tokens, snapshots), strict=True)
         self._batch.check_room(kept, rows)
         generated = [0 if one.sampler is None else one.sampler.generated for one in snapshots]
-        requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request, draft=draft, generated=generated)
+        own = [None if one.model.adapter is None else adapters[one.model.adapter] for one in snapshots]
+        requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request, own, draft=draft, generated=generated)
         plan = StepPlan.of(rows)
         chunks = self._runner.chunks(kept, plan)
-        return self._generate(requests, lambda: self._batch.resume(snapshots, kept, plan, chunks))
+        return self._generate(requests, lambda: self._batch.resume(snapshots, own, kept, plan, chunks))
 
     def _known_identity(self) -> ModelIdentity:
         self._check_open()
@@ -1288,6 +1333,37 @@ class InferenceSession(Uncopyable):
                 "snapshots: expected a session that knows its model, got one without identity. Pass identity= when the session is made."
             )
         return self._identity()
+
+    # --- adapters ---
+
+    @property
+    def _slot_adapters(self) -> SlotAdapters | None:
+        return self._engine.slot_adapters if isinstance(self._engine, DecoderEngine) else None
+
+    @property
+    def _hashes(self) -> Mapping[str, str]:
+        """Hashes of the adapters by name."""
+        known = self._slot_adapters
+        return {} if known is None else known.fingerprints
+
+    @property
+    def _adapters_by_hash(self) -> dict[str, str]:
+        return {one: name for name, one in self._hashes.items()}
+
+    def _known_adapter(self, name: str | None) -> str | None:
+        """Return the name of an adapter of the session, or None for the base model."""
+        if name is not None and (not isinstance(name, str) or name not in self.adapters):
+            expected = f"one of {', '.join(self.adapters)}, or None" if self.adapters else "None, as the session has no adapters"
+            raise ConfigError(f"adapter: expected {expected}, got {name!r}. Open the session with it (adapters=).")
+        return name
+
+    def _adapters_of(self, adapter: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+        """Return the adapter of each of ``count`` prompts."""
+        if adapter is None or isinstance(adapter, str):
+            return [self._known_adapter(adapter)] * count
+        if not isinstance(adapter, Sequence) or len(adapter) != count:
+            raise ShapeError(f"adapter: expected a name, None, or one of these for each of {count} prompts, got {adapter!r}.")
+        return [self._known_adapter(name) for name in adapter]
 
     # --- checks ---
 

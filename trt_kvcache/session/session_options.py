@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 from trt_kvcache._util.checks import int_in_range, one_of, option_names
 from trt_kvcache._util.keyword_options import show_as_keywords
 from trt_kvcache.builder.options import OTHER_NAMES as OTHER_BUILD_NAMES, PLUGIN_LAYERS, BuildKeywords
+from trt_kvcache.checkpoint.adapters.adapter_set import adapter_folders
 from trt_kvcache.checkpoint.adapters.lora_adapter import adapter_folder
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
@@ -67,6 +68,7 @@ class ModelOptions(OpenOptions, total=False):
     plugin_layers: PluginLayersChoice | None
     quantize: str | None
     adapter: str | None
+    adapters: Mapping[str, str] | None
     kv_dtype: KVDTypeChoice | None
     kv_scales: KVScalesChoice | None
 
@@ -77,10 +79,10 @@ NGRAM = "ngram"
 #: Value of ``draft`` for the multi-token prediction head in a model folder.
 MTP = "mtp"
 
-#: Options that an engine folder has fixed at its build.
+#: Options that an engine folder has fixed at its build, and several adapters, which it cannot have.
 BUILD_OPTIONS = (
     *("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot"),
-    *("dtype", "attention", "plugin_layers", "quantize", "adapter", "kv_dtype", "kv_scales"),
+    *("dtype", "attention", "plugin_layers", "quantize", "adapter", "adapters", "kv_dtype", "kv_scales"),
 )
 
 
@@ -145,6 +147,10 @@ class SessionOptions:
     adapter : path, optional
         A folder of PEFT with a LoRA adapter, which is merged into the weights when they are read, and before they are rounded with
         ``quantize``: see ``docs/adapters.md``. For a model in 16 or 32 bits. ``load`` also takes an id of the Hugging Face Hub.
+    adapters : mapping of str to path, optional
+        Folders of PEFT with LoRA adapters by name, of which each request chooses one, or none: ``InferenceSession.generate(adapter=)``.
+        Their updates run next to the products with the weights, which may be quantized: see ``docs/adapters.md``. Not with TensorRT, which
+        ``"auto"`` then leaves out, and not with ``adapter``. ``load`` also takes ids of the Hugging Face Hub.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Dtype of quantized K and V, with plugin attention. The first two are the same. If left out, K and V have ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -188,6 +194,7 @@ class SessionOptions:
     plugin_layers: PluginLayersChoice | None = None
     quantize: str | None = None
     adapter: str | None = None
+    adapters: Mapping[str, str] | None = None
     kv_dtype: KVDTypeChoice | None = None
     kv_scales: KVScalesChoice | None = None
 
@@ -231,6 +238,13 @@ class SessionOptions:
             object.__setattr__(self, "quantize", str(Quantization.parse(self.quantize)))
         if self.adapter is not None:
             object.__setattr__(self, "adapter", adapter_folder(self.adapter))
+        if self.adapters is not None:
+            object.__setattr__(self, "adapters", adapter_folders(self.adapters))
+            if self.adapters and self.engine == "tensorrt":
+                names = ", ".join(self.adapters)
+                raise ConfigError(f"adapters: expected none with engine='tensorrt', got {names}. adapter= merges one into its weights.")
+            if self.adapters and self.adapter is not None:
+                raise ConfigError(f"adapters: expected none with adapter, which is merged, got {', '.join(self.adapters)}.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SessionOptions:

@@ -79,6 +79,8 @@ class SessionSource:
         given = {name: value for name, value in vars(self.options).items() if value is not None}
         if self.options.adapter is not None:
             given["adapter"] = locate_adapter(self.options.adapter)
+        if self.options.adapters is not None:
+            given["adapters"] = {name: locate_adapter(adapter) for name, adapter in self.options.adapters.items()}
         if is_engine_folder(folder):
             return InferenceSession.open(folder, progress=progress, **given)
         return InferenceSession.from_model(folder, progress=progress, **given)

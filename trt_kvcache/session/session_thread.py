@@ -120,12 +120,13 @@ class SessionThread:
         *,
         prompt_logprobs: int | None,
         client: str,
+        adapter: str | None,
         on_end: Callable[[], None] | None = None,
     ) -> list[AsyncRequest]:
         """Submit one prompt once for each of ``params``, one after the other, so that they run it once. The first one scores it."""
 
         def submit(one: SamplingParams, scored: int | None, session: InferenceSession) -> RequestHandle:
-            return session.submit(prompt, one, prompt_logprobs=scored, client=client)
+            return session.submit(prompt, one, prompt_logprobs=scored, client=client, adapter=adapter)
 
         submits = [partial(submit, one, None if index else prompt_logprobs) for index, one in enumerate(params)]
         return await self.submit(submits, on_end)

@@ -28,13 +28,16 @@ class SharedPrompts:
     def assign(self, outcome: StepOutcome, slot: int, others: Iterable[int]) -> None:
         """Have the prompt in a slot wait for the longest prefix that another slot has or will have, if that is worth it."""
         queued, held = outcome.running[slot], outcome.held
-        row = np.asarray(queued.row)
-        outcome.progress[slot] = outcome.progress[slot]._replace(shared=None, divergence=self._batch.divergence_point(row[:-1]))
+        row, adapter = np.asarray(queued.row), queued.request.adapter
+        divergence = self._batch.divergence_point(row[:-1], adapter)
+        outcome.progress[slot] = outcome.progress[slot]._replace(shared=None, divergence=divergence)
         best = held[slot] + WORTH_SHARING - 1  # shared tokens, of which there must be more
         if queued.is_scored or len(row) <= best or not self._reaches_every_slot:
             return
         for other in others:
             source, state = outcome.running[other], outcome.state(other)
+            if source.request.adapter != adapter:
+                continue
             if source is queued or outcome.progress[other].shared or source.is_scored or state not in ("prefilling", "decoding"):
                 continue
             theirs = source.row if state == "prefilling" else source.row[: held[other]]

@@ -24,6 +24,8 @@ class Slot(NamedTuple):
     generated: int = 0
     #: Tokens at the start of the row whose K and V were copied into the slot without their hidden states.
     copied: int = 0
+    #: Adapter that computed K, V and states; None for the base model.
+    adapter: str | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -34,25 +36,25 @@ class Slot(NamedTuple):
         """Add tokens that were run, in place of the pending ones. If they are others, no request has generated them."""
         generated = self.generated if tuple(tokens) == self.pending else 0
         row = self._row_with(tokens)
-        return Slot(row, len(row), (), self.reused, self.sampler, generated, self.copied)
+        return Slot(row, len(row), (), self.reused, self.sampler, generated, self.copied, self.adapter)
 
     def restored(self, tokens: Sequence[int]) -> Slot:
         """Add tokens that are in the cache without having been run."""
         row = self._row_with(tokens)
-        return Slot(row, len(row), self.pending, len(row), self.sampler, self.generated, len(row))
+        return Slot(row, len(row), self.pending, len(row), self.sampler, self.generated, len(row), self.adapter)
 
     def shortened(self, length: int, pending: Sequence[int] = ()) -> Slot:
         """Keep the first ``length`` tokens, with others pending."""
         dropped = self.length + len(self.pending) - length - len(pending)
         generated = max(0, self.generated - dropped)
-        return Slot(self.row, length, tuple(pending), self.reused, self.sampler, generated, min(self.copied, length))
+        return Slot(self.row, length, tuple(pending), self.reused, self.sampler, generated, min(self.copied, length), self.adapter)
 
     def chosen(self, token: int, sampler: SamplerPosition | None, generated: int) -> Slot:
         """Add a token that was chosen to the pending ones.
 
         Other tokens may be pending before it: a full slot gives back its last tokens while its request waits.
         """
-        return Slot(self.row, self.length, (*self.pending, token), self.reused, sampler, generated, self.copied)
+        return Slot(self.row, self.length, (*self.pending, token), self.reused, sampler, generated, self.copied, self.adapter)
 
     def committed(self, count: int) -> Slot:
         """Count the first pending tokens as tokens in the cache."""

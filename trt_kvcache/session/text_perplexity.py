@@ -57,6 +57,7 @@ def text_perplexity(
     *,
     window: int | None = None,
     stride: int | None = None,
+    adapter: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> TextPerplexity:
     """Return how well a model predicts a text that may be longer than a slot.
@@ -76,6 +77,8 @@ def text_perplexity(
     stride : int, optional
         Tokens between the beginnings of two windows: at least 1, and less than the tokens of the text in a window. Half of a window if left
         out.
+    adapter : str, optional
+        Name of an adapter of the session; the base model if left out.
     progress : callable, optional
         Called as ``progress(done, total)`` with windows, after each enqueued batch of them.
 
@@ -121,7 +124,7 @@ def text_perplexity(
     known: list[float] = []
     scored = 0  # tokens of the text so far
     for first in range(0, len(windows), slots):
-        scores = session.score(windows[first : first + slots])
+        scores = session.score(windows[first : first + slots], adapter=adapter)
         for start, score in zip(starts[first : first + slots], scores, strict=True):
             of_text = score.logprobs[len(beginning) :]
             known += [value for value in of_text[scored - start :] if value is not None]

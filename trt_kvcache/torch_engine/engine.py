@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from trt_kvcache.cache.config import DecoderCacheConfig
+from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import AttentionName
@@ -27,6 +28,8 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, shared_tensors
+from trt_kvcache.torch_engine.adapted_projections import AdaptedProjections
+from trt_kvcache.torch_engine.adapter_updates import updates_of
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, RotationBeforeNorms, ScaledQueries
 from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
@@ -99,6 +102,7 @@ class TorchEngine(DecoderEngine):
         max_embeddings: int = 0,
         hidden_layers: HiddenLayers | None = None,
         draft_tokens: npt.NDArray[np.int64] | None = None,
+        adapters: AdapterSet | None = None,
     ) -> None:
         check_features(model, COMPUTED_FEATURES, "the PyTorch engine")
         super().__init__(
@@ -112,6 +116,7 @@ class TorchEngine(DecoderEngine):
             memory=memory,
             max_embeddings=max_embeddings,
             hidden_layers=hidden_layers,
+            adapters=adapters,
         )
         self._device = torch_device(memory)
         self._hidden_states, self._hidden_inputs = (
@@ -119,6 +124,7 @@ class TorchEngine(DecoderEngine):
         )
         self._reduction: TorchProjection | None = None  # of an EAGLE-3 head of the model
         self._draft_tokens = None if draft_tokens is None else torch.as_tensor(draft_tokens, device=self._device.torch_device)
+        self._slot_numbers = None if self.slot_adapters is None else self._device.view(self.slot_adapters.table)
         self._rows = None if self.embeddings is None else self._device.view(self.embeddings.table)
         if self._device.graphs is not None:
             self.width_buckets, self.coarse_width_buckets = STEP_WIDTHS, COARSE_WIDTHS
@@ -139,7 +145,8 @@ class TorchEngine(DecoderEngine):
         self._has_state_kernels = states_are_supported(model.recurrent_layers, memory)
         try:
             with torch.inference_mode():
-                self._weights: TorchWeights | None = torch_weights(model, self._dtype, load, load_packed)
+                updates = () if adapters is None else (updates_of(adapters, model, self._dtype, self._device.torch_device),)
+                self._weights: TorchWeights | None = torch_weights(model, self._dtype, load, load_packed, *updates)
                 self._workspace: torch.Tensor | None = None
                 if self._weights.is_packed and not memory.is_host:
                     self._workspace = new_workspace(getattr(torch, self._dtype), self._device.torch_device)
@@ -163,6 +170,7 @@ class TorchEngine(DecoderEngine):
         progress: Callable[[int, int], object] | None = None,
         max_embeddings: int = 0,
         hidden_layers: HiddenLayers | None = None,
+        adapters: AdapterSet | None = None,
     ) -> TorchEngine:
         """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
         computed = dtype or kv.dtype
@@ -182,6 +190,7 @@ class TorchEngine(DecoderEngine):
             max_embeddings=max_embeddings,
             hidden_layers=hidden_layers,
             draft_tokens=checkpoint.draft_tokens,
+            adapters=adapters,
         )
 
     def open_draft_head(
@@ -240,7 +249,9 @@ class TorchEngine(DecoderEngine):
             new_lengths = None if step.new_lengths is None else step.new_lengths.numpy()
             self._check_values(step.input_ids.numpy(), step.last.numpy(), step.start.numpy(), new_lengths)
         try:
-            self._device.run(step.key if self._is_captured(step) else None, stream, partial(self._run, step, stream))
+            has_adapters = self.slot_adapters is not None and self.slot_adapters.in_use
+            key = step.key, has_adapters  # a step without adapters does not compute their products
+            self._device.run(key if self._is_captured(step) else None, stream, partial(self._run, step, stream, has_adapters))
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"{self.memory.device}: no room for a step. {error}") from error
         except KVCacheError:
@@ -252,7 +263,7 @@ class TorchEngine(DecoderEngine):
         """Release weights, graphs and the bound tensors. Idempotent."""
         if self._bindings.closed:
             return
-        self._rows = self._hidden_states = self._hidden_inputs = None  # views of what is closed next
+        self._rows = self._hidden_states = self._hidden_inputs = self._slot_numbers = None  # views of what is closed next
         super().close()
         self._steps.clear()
         self._device.close()
@@ -282,10 +293,10 @@ class TorchEngine(DecoderEngine):
             return False  # products of many rows may wait for the number of rows of each expert
         return bool(width <= MAX_CAPTURED_WIDTH and 2 * step.input_ids.numel() * self._row_nbytes <= graphs.max_nbytes)
 
-    def _run(self, step: TorchStep, stream: Any) -> None:
+    def _run(self, step: TorchStep, stream: Any, has_adapters: bool) -> None:
         assert self._weights is not None
         with torch.inference_mode():
-            operations = self._operations(step, stream)
+            operations = self._operations(step, stream, has_adapters)
             slots, width = step.input_ids.shape
             inputs = None if self._hidden_inputs is None else self._hidden_inputs[: slots * width].unflatten(0, (slots, width))
             states = None if self._hidden_states is None else self._hidden_states[: slots * width].unflatten(0, (slots, width))
@@ -311,7 +322,7 @@ class TorchEngine(DecoderEngine):
         width = len(self._hidden_layers) * self._config.hidden_size
         return KeptLayers(states.new_empty((*states.shape[:-1], width)), self._hidden_layers)
 
-    def _operations(self, step: TorchStep, stream: Any) -> Operations:
+    def _operations(self, step: TorchStep, stream: Any, has_adapters: bool) -> Operations:
         has_kernels = self._kernel_inputs is not None
         elementwise = KernelElementwise(self._views, stream) if has_kernels else Elementwise()
         projections = KernelProjections(elementwise, self._views, stream) if has_kernels else Projections(elementwise)
@@ -321,6 +332,8 @@ class TorchEngine(DecoderEngine):
         if self._device.graphs is not None:
             many = GroupedProducts(experts, elementwise, self._workspace, self._views, stream)
             experts = FixedProducts(many, elementwise)
+        if self._slot_numbers is not None and has_adapters:
+            projections = AdaptedProjections(projections, elementwise, self._slot_numbers[: len(step.input_ids)])
         return Operations(
             rotation=RotationBeforeNorms(step, self._mixers, self._positions_before_norms),
             attention=self._attention_of(step, stream),

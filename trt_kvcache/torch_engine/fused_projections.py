@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from trt_kvcache.torch_engine.adapter_updates import fused_updates
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection, dense
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined
@@ -29,7 +30,8 @@ def fused_before(down: TorchProjection, stored: StoredWeights, *names: str) -> t
     if order is None or not all(isinstance(part.weight, torch.Tensor | PackedWeight) for part in parts):
         return _fused(parts), down
     assert isinstance(weight, PackedWeight)
-    return _fused([_with_outputs(part, order) for part in parts]), TorchProjection(replace(weight, order=None), down.bias)
+    update = None if down.update is None else down.update.with_inputs(order)
+    return _fused([_with_outputs(part, order) for part in parts]), TorchProjection(replace(weight, order=None), down.bias, update)
 
 
 def _with_outputs(projection: TorchProjection, order: torch.Tensor) -> TorchProjection:
@@ -37,12 +39,14 @@ def _with_outputs(projection: TorchProjection, order: torch.Tensor) -> TorchProj
     weight, bias = projection.weight, projection.bias
     assert isinstance(weight, torch.Tensor | PackedWeight)
     ordered = weight[order] if isinstance(weight, torch.Tensor) else weight.with_outputs(order)
-    return TorchProjection(ordered, None if bias is None else bias[order])
+    update = None if projection.update is None else projection.update.with_outputs(order)
+    return TorchProjection(ordered, None if bias is None else bias[order], update)
 
 
 def _fused(parts: Sequence[TorchProjection]) -> TorchProjection:
     biases = [part.bias for part in parts if part.bias is not None]
-    return TorchProjection(_concatenated([part.weight for part in parts]), torch.cat(biases) if biases else None)
+    update = fused_updates([part.update for part in parts], [part.outputs for part in parts])
+    return TorchProjection(_concatenated([part.weight for part in parts]), torch.cat(biases) if biases else None, update)
 
 
 def _concatenated(matrices: Sequence[TorchMatrix]) -> TorchMatrix:

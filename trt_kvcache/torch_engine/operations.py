@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.model import ClampedSwiGLU, MlpConfig, RouterConfig
 from trt_kvcache.model.mlp_config import Activation
+from trt_kvcache.torch_engine.adapter_updates import AdapterUpdate
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
@@ -40,10 +41,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class TorchProjection:
-    """A linear map: ``weight [out, in]``, and ``bias [out]`` or None."""
+    """A linear map: ``weight [out, in]``, ``bias [out]`` or None, and updates of adapters or None."""
 
     weight: TorchMatrix
     bias: torch.Tensor | None
+    update: AdapterUpdate | None = None
 
     @property
     def outputs(self) -> int:

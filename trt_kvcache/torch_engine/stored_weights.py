@@ -10,6 +10,7 @@ import torch
 from trt_kvcache.checkpoint.decoder_weights import DecoderLayerWeights, layer_weights
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.weight_parts import EXACT_ROLES, WeightPart, layer_parts, split_role
+from trt_kvcache.torch_engine.adapter_updates import AdapterUpdate, LoadUpdates
 from trt_kvcache.torch_engine.operations import TorchProjection
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack, stack_of
@@ -31,11 +32,12 @@ class StoredWeights(DecoderLayerWeights[torch.Tensor]):
     experts: Mapping[str, WeightPart]
     load: LoadTensor
     load_packed: LoadPacked
+    updates: Mapping[str, AdapterUpdate]
 
     def matrix(self, name: str) -> TorchProjection:
         """Return a linear map that the layer has."""
         weight, bias = f"{name}.weight", self.parts.get(f"{name}.bias")
-        return TorchProjection(self.packed[weight] if weight in self.packed else self.parts[weight], bias)
+        return TorchProjection(self.packed[weight] if weight in self.packed else self.parts[weight], bias, self.updates.get(weight))
 
     def stacks(self, *stacks: Sequence[str]) -> list[MatrixStack]:
         """Return maps ``[E, out, in]`` of all experts, each with the concatenated outputs of some names: all packed, or none."""
@@ -78,7 +80,9 @@ class StoredWeights(DecoderLayerWeights[torch.Tensor]):
         return whole.unflatten(0, (experts, rows))
 
 
-def stored_weights(config: ModelConfig, index: int, load: LoadTensor, load_packed: LoadPacked) -> StoredWeights:
+def stored_weights(
+    config: ModelConfig, index: int, load: LoadTensor, load_packed: LoadPacked, load_updates: LoadUpdates = lambda index: {}
+) -> StoredWeights:
     """Return the weights of a layer."""
     parts = layer_parts(config, index)
     experts = {role: part for role, part in parts.items() if split_role(role)[1]}
@@ -90,7 +94,7 @@ def stored_weights(config: ModelConfig, index: int, load: LoadTensor, load_packe
         if found is not None:
             packed[role] = found
     others = layer_weights(config, index, load, without=packed.keys() | experts.keys())
-    return StoredWeights(others.parts, packed, experts, load, load_packed)
+    return StoredWeights(others.parts, packed, experts, load, load_packed, load_updates(index))
 
 
 def arranged(weight: torch.Tensor) -> torch.Tensor:

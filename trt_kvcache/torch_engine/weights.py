@@ -14,6 +14,7 @@ from trt_kvcache.model import AttentionConfig, Eagle3InputConfig, ModelConfig, N
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, final_norm_bias_name, final_norm_name
+from trt_kvcache.torch_engine.adapter_updates import LoadUpdates
 from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
@@ -92,10 +93,12 @@ class TorchWeights:
         return max((*(part.outputs for part in parts if isinstance(part, TorchProjection)), *experts), default=0)
 
 
-def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed: LoadPacked) -> TorchWeights:
+def torch_weights(
+    config: ModelConfig, dtype: str, load: LoadTensor, load_packed: LoadPacked, load_updates: LoadUpdates = lambda index: {}
+) -> TorchWeights:
     """Return the weights of a model, layer by layer. ``load`` is called once for each tensor of which ``load_packed`` has no rows."""
     embedding = arranged(load(embedding_name(config)))
-    blocks = tuple(_blocks(config, load, load_packed))
+    blocks = tuple(_blocks(config, load, load_packed, load_updates))
     bias = final_norm_bias_name(config)
     final_norm = TorchNorm.of(config.final_norm, NormWeights(load(final_norm_name(config)), None if bias is None else load(bias)))
     head: TorchMatrix = embedding
@@ -115,11 +118,11 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor, load_packed
     )
 
 
-def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked) -> Iterator[Block]:
+def _blocks(config: ModelConfig, load: LoadTensor, load_packed: LoadPacked, load_updates: LoadUpdates) -> Iterator[Block]:
     """Yield one block for each mixer, MLP and per-layer input, layer by layer; a second mixer comes before the attention next to it."""
     attention, recurrent = count(), count()
     for index, layer in enumerate(config.layers):
-        stored = stored_weights(config, index, load, load_packed)
+        stored = stored_weights(config, index, load, load_packed, load_updates)
         scale = stored["output_scale"] if layer.output_scale else None
         parts = [part for part in (layer.mixer, layer.mlp, layer.per_layer_input) if part is not None]
         input_norm, shares_input = _norm(layer.input_norm, stored.input_norm), layer.parallel_mixer is not None

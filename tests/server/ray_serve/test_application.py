@@ -1,5 +1,7 @@
 """What is asked of Ray: as many replicas as wanted, each with what it needs."""
 
+from types import SimpleNamespace
+
 import pytest
 from pydantic import ValidationError
 
@@ -11,7 +13,7 @@ from tests.helpers.engine_files import make_engine_folder  # noqa: E402
 from tests.server.engines import MODEL, source  # noqa: E402
 from trt_kvcache.errors import ConfigError, RangeError  # noqa: E402
 from trt_kvcache.server.engine_stats import EngineStats  # noqa: E402
-from trt_kvcache.server.ray_serve import Arguments, application, make_application  # noqa: E402
+from trt_kvcache.server.ray_serve import Arguments, application, make_application, prefix_router  # noqa: E402
 
 
 def engines_of(app):
@@ -38,6 +40,25 @@ def test_arguments_name_a_source():
     assert (opened.folder, opened.options.max_batch_size, opened.options.prompt_cache_bytes) == (MODEL, 3, 2 << 20)
     assert engines.init_kwargs["model"] == MODEL.name
     assert engines.ray_actor_options["num_gpus"] == 0.5
+
+
+def test_arguments_name_adapters(tmp_path, monkeypatch):
+    (tmp_path / "sql").mkdir()
+    monkeypatch.chdir(tmp_path)
+    [opened] = engines_of(application(Arguments(model=str(MODEL), adapters={"a": "sql", "b": "org/lora"}))).init_args
+    assert opened.options.adapters == {"a": str(tmp_path / "sql"), "b": "org/lora"}
+
+
+def test_prompts_of_different_adapters_have_different_prefixes():
+    def prompt(*arguments):
+        return prefix_router._prompt(SimpleNamespace(args=arguments))
+
+    tokens = [*range(16)]
+    assert prompt({"token_ids": tokens}) == prompt({"token_ids": tokens, "adapter": None}) == tokens
+    first, other = (prompt({"token_ids": tokens, "adapter": name}) for name in ("sql", "poems"))
+    assert first[1:] == other[1:] == tokens
+    assert first[0] != other[0]
+    assert prompt() == prompt("stats") == prompt({"token_ids": "x"}) == ()
 
 
 def test_replicas_aim_at_as_many_requests_as_they_have_slots(tmp_path):

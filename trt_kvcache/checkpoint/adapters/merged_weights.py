@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.checkpoint.adapters.adapter_config import AdapterConfig
+from trt_kvcache.checkpoint.adapters.changed_weights import changed_weights, made_for
 from trt_kvcache.checkpoint.adapters.lora_adapter import LoraAdapter, LowRankUpdate
 from trt_kvcache.checkpoint.gguf.weights import GGUFWeights
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile, StoredTensor
@@ -19,7 +19,6 @@ from trt_kvcache.errors import CheckpointError
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
-from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 
 #: Elements of a matrix whose update is computed at a time: the memory of the product.
 _CHUNK = 1 << 22
@@ -108,42 +107,21 @@ def check_base(files: Mapping[str, WeightFile], quantized_title: str | None, fol
         got = "a GGUF file" if is_gguf else f"weights in {quantized_title}"
         raise CheckpointError(
             f"adapter: expected a base model of safetensors in 16 or 32 bits, got {got} in {folder}. "
-            "Open the 16-bit model from which it was made, with the adapter and with quantize=..., which rounds the merged weights."
+            "adapters= runs adapters next to quantized weights. Or open the 16-bit model from which it was made, with the adapter and with "
+            "quantize=..., which rounds the merged weights."
         )
 
 
 def merged_weights(adapter: LoraAdapter, config: ModelConfig, files: Mapping[str, WeightFile]) -> dict[str, WeightFile]:
-    """Return the merged weights by name. Raises CheckpointError for a module or a shape that the model does not have.
-
-    Modules of a vision tower, which the decoder does not have, are left out as the tower is.
-    """
-    family, shapes = FAMILIES[config.family], tensor_shapes(config)
+    """Return the merged weights by name. Raises CheckpointError for a module or a shape that the model does not have."""
     merged: dict[str, WeightFile] = {}
-    for stored in adapter.changed:
-        if family.ignores(stored):
-            continue
-        name, module = family.own_name(stored), stored.removesuffix(".weight")
-        shape = shapes.get(name)
-        if shape is None or name in merged:
-            got = "a second time" if name in merged else "of which the model has no weight"
-            raise CheckpointError(
-                f"{adapter.path}: expected modules of a {config.family} model once, got {module} {got}.{_made_for(adapter)}"
-            )
+    for name, stored in changed_weights(adapter, config).items():
         if stored in adapter.replaced:
-            merged[name] = _whole(adapter, stored, name, shape)
-            continue
-        update = adapter.updates[module]
-        if update.shape != shape or (module in adapter.embeddings) != (name == embedding_name(config)):
-            kind = "embedding" if module in adapter.embeddings else "linear layer"
-            raise CheckpointError(
-                f"{adapter.path}: expected an update of {name} {shape}, got one of a {kind} {update.shape}.{_made_for(adapter)}"
-            )
-        merged[name] = MergedWeight(base=files[name], name=name, update=update, adapter=adapter.path)
+            merged[name] = _whole(adapter, stored, name, tensor_shapes(config)[name])
+        else:
+            update = adapter.updates[stored.removesuffix(".weight")]
+            merged[name] = MergedWeight(base=files[name], name=name, update=update, adapter=adapter.path)
     _check_copies(adapter, config, files)
-    missing = [module for module in _targeted(adapter.config, config) if f"{module}.weight" not in merged]
-    if missing or not merged:
-        got = f"none of {missing[0]}" if missing else "modules of its vision tower alone"
-        raise CheckpointError(f"{adapter.path}: expected weights of all modules of the decoder that are targeted, got {got}.")
     return merged
 
 
@@ -153,17 +131,8 @@ def _whole(adapter: LoraAdapter, stored: str, name: str, shape: tuple[int, ...])
     found = adapter.file.tensors[name].shape
     if found != shape:
         hint = "The vocabulary of an embedding may have been resized."
-        raise CheckpointError(f"{adapter.path}: expected {stored} of shape {shape}, got {found}. {hint}{_made_for(adapter)}")
+        raise CheckpointError(f"{adapter.path}: expected {stored} of shape {shape}, got {found}. {hint}{made_for(adapter)}")
     return adapter.file
-
-
-def _targeted(adapter: AdapterConfig, config: ModelConfig) -> list[str]:
-    """Return the decoder's modules that an adapter lists. Those of a regular expression are not known: it is for the names of PEFT."""
-    if isinstance(adapter.target_modules, str):
-        return []
-    others = set(expert_tensors(config)) | exact_tensors(config)
-    modules = (name.removesuffix(".weight") for name, shape in tensor_shapes(config).items() if len(shape) == 2 and name not in others)
-    return [module for module in modules if adapter.targets(module)]
 
 
 def _check_copies(adapter: LoraAdapter, config: ModelConfig, files: Mapping[str, WeightFile]) -> None:
@@ -176,10 +145,5 @@ def _check_copies(adapter: LoraAdapter, config: ModelConfig, files: Mapping[str,
         if copy.shape != base.shape or not np.array_equal(copy.astype(base.dtype), base):
             raise CheckpointError(
                 f"{adapter.path}: expected the base weight of {module} {base.shape} that the model has, got another of shape {copy.shape}. "
-                f"The vocabulary may have been resized.{_made_for(adapter)}"
+                f"The vocabulary may have been resized.{made_for(adapter)}"
             )
-
-
-def _made_for(adapter: LoraAdapter) -> str:
-    """Return a hint that names the base model of an adapter, if it is known."""
-    return f" The adapter was made for {adapter.config.base_model}." if adapter.config.base_model else ""

@@ -22,7 +22,7 @@ def chat_route(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
-        service.check_model(body.model)
+        service.adapter_of(body.model)  # first of all, so that another model costs nothing
         service.check_answers(1, body.n)
         tools = None if body.tool_choice == "none" else body.tools
         conversation = service.conversation(

@@ -25,7 +25,7 @@ def completions_route(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
-        service.check_model(body.model)
+        service.adapter_of(body.model)  # first of all, so that another model costs nothing
         return await _Completion(service, body, await _prompt_ids(service, body), request.state.client).response(request)
 
     return router

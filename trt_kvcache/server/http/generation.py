@@ -37,8 +37,9 @@ class Generation(ABC):
         self._service = service
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._stream = bool(body.stream)
-        self._requests = [{**request, "client": client} for request in requests]  # to the engine: one for each prompt
-        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
+        adapter = service.adapter_of(body.model)
+        self._requests = [{**request, "client": client, "adapter": adapter} for request in requests]  # to the engine: one for each prompt
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": adapter or service.model}
 
     @abstractmethod
     def choices(self, answers: Sequence[Sequence[GenerateChunk]]) -> list[dict[str, Any]]:

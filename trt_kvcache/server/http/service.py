@@ -56,10 +56,19 @@ class Service:
         """The name of the model."""
         return self.engine.config.model
 
-    def check_model(self, name: str | None) -> None:
-        """Raise an error if a request names another model."""
-        if name is not None and name != self.model:
-            raise ApiError(404, f"model: expected {self.model!r}, got {name!r:.80}.", param="model", code="model_not_found")
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the model and of its adapters, each of which is a model for clients."""
+        return self.model, *self.engine.config.adapters
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the adapter that a request names as its model; None for the model itself. Raises an error for another name."""
+        if name is None or name == self.model:
+            return None
+        if name not in self.models:
+            expected = ", ".join(map(repr, self.models))
+            raise ApiError(404, f"model: expected {expected}, got {name!r:.80}.", param="model", code="model_not_found")
+        return name
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -36,14 +36,16 @@ def status_routes(service: Service, metrics: Metrics) -> APIRouter:
     """Return a router with ``/``, ``/health``, ``/stats``, ``/metrics`` and ``/v1/models``."""
     router = APIRouter()
 
-    def described() -> dict[str, Any]:
+    def described(name: str) -> dict[str, Any]:
         config = service.engine.config
+        parent = {} if name == config.model else {"parent": config.model}
         return {
-            "id": config.model,
+            "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "trt_kvcache",
             "max_model_len": config.context_length,
+            **parent,
         }
 
     @_readable(router, "/health")
@@ -54,12 +56,11 @@ def status_routes(service: Service, metrics: Metrics) -> APIRouter:
 
     @_readable(router, "/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described()]}
+        return {"object": "list", "data": [*map(described, service.models)]}
 
     @_readable(router, "/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return described()
+        return described(service.adapter_of(name) or service.model)
 
     @_readable(router, "/stats")
     async def stats() -> dict[str, Any]:

@@ -19,7 +19,7 @@ def token_routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        service.check_model(body.model)
+        service.adapter_of(body.model)
         if body.messages is not None:
             conversation = service.conversation(
                 body.messages,
@@ -36,7 +36,7 @@ def token_routes(service: Service) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
-        service.check_model(body.model)
+        service.adapter_of(body.model)
         return {"prompt": await service.decoded(body.tokens)}
 
     return router

@@ -101,6 +101,7 @@ class Arguments(BaseModel):
     requests: Annotated[int, Field(ge=1)] = 64  # of a replica, running and waiting
     max_seconds: Annotated[float, Field(gt=0)] = 600
     prompt_cache: Annotated[int, Field(ge=0)] = 256  # MiB of a replica
+    adapters: dict[str, str] = {}  # folders of LoRA adapters, or names of the Hugging Face Hub, by the names of their models for clients
     allow_anyone: bool = False  # serve other machines without a key
     trusted_proxies: list[str] = []
     proxy_header: ProxyHeader = "x-forwarded-for"
@@ -111,11 +112,12 @@ def application(arguments: Arguments) -> Application:
     """Return the application for ``serve run`` and ``serve deploy``. ``TRT_KVCACHE_API_KEY`` is the API key."""
     folder = Path(arguments.model)
     source = SessionSource(
-        folder.resolve() if folder.is_dir() else arguments.model,
+        _resolved(arguments.model),
         engine=arguments.engine,
         max_batch_size=arguments.slots if is_engine_folder(folder) else arguments.slots or _SLOTS,
         max_sequence_length=arguments.context,
         prompt_cache_bytes=arguments.prompt_cache << 20,
+        adapters={name: str(_resolved(adapter)) for name, adapter in arguments.adapters.items()} or None,
     )
     return make_application(
         source,
@@ -133,3 +135,9 @@ def application(arguments: Arguments) -> Application:
         ),
         actor={"num_gpus": arguments.gpus, "num_cpus": arguments.cpus},
     )
+
+
+def _resolved(place: str) -> str | Path:
+    """Return the whole path of a folder; names of the Hugging Face Hub stay."""
+    folder = Path(place)
+    return folder.resolve() if folder.is_dir() else place

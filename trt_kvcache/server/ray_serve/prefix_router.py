@@ -49,7 +49,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _prompt(request: PendingRequest) -> Sequence[int]:
-    """Return the token ids of a request to ``generate``; other calls have none."""
+    """Return the token ids of a request to ``generate``, after a number for its adapter if it has one; other calls have none."""
     given = request.args[0] if request.args else None
-    tokens = given.get("token_ids") if isinstance(given, dict) else None
-    return tokens if isinstance(tokens, list) else ()
+    if not isinstance(given, dict) or not isinstance(given.get("token_ids"), list):
+        return ()
+    adapter, tokens = given.get("adapter"), given["token_ids"]
+    return tokens if adapter is None else [hash(adapter), *tokens]  # a prefix of one adapter is not cached for another
