@@ -356,6 +356,15 @@ def _draft_models(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield f"tokens per second with drafts / without: {what}", f"{row['ratio']:.2f} ({row['with_drafts']:.0f})", limit
 
 
+def _adapters(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    which = f"Llama-3-8B with {content['adapters']} adapters of rank {content['rank']}"
+    for row in content["rows"]:
+        slots = "1 sequence" if row["batch"] == 1 else f"{row['batch']} sequences"
+        value = f"{row['adapted_over_base']:.2f} ({row['adapted_ms']:.2f} ms)"
+        yield f"time of a token of {which}, {slots} / of a session without", value, f"at most {content['limit']:g}"
+        yield "the same in a step in which no slot has an adapter", f"{row['none_ms'] / row['base_ms']:.2f} ({row['none_ms']:.2f} ms)", ""
+
+
 def _llama_cpp(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     same, limits = content["correctness"], content["correctness"]["limits"]
     yield "compared with llama.cpp: prompts with the same token ids", f"{same['prompts_with_the_same_ids']} of {same['prompts']}", "all"
@@ -599,6 +608,7 @@ _FILES = {
     "drafts": _drafts,
     "drafts_host": _drafts,
     "draft_models": _draft_models,
+    "adapters": _adapters,
     "build": _build,
     "build_packed": _build_packed,
     "build_estimate": _build_estimate,
