@@ -363,6 +363,21 @@ def test_a_cache_with_one_buffer_of_states_is_refused():
     assert str(error.value) == ("cache: expected two buffers of states, ping_pong=True, got one: a step that fails could not be repeated.")
 
 
+def test_the_buffers_of_a_draft_that_runs_again_are_free_before_the_next_enqueue(monkeypatch):
+    """Each enqueue reads its tokens from one buffer of the host, possibly after the call."""
+    name = next(name for name in MODELS if "window" not in name)
+    with open_model(name) as session:
+        session.prefill(prompts_of(name))
+        session.verify([[3, 4, 5], [5], [6, 7]])
+        runner, calls = session._runner, []
+        enqueue, synchronize = runner._enqueue, runner.synchronize
+        monkeypatch.setattr(runner, "_enqueue", lambda chunk: (calls.append("enqueue"), enqueue(chunk)))
+        monkeypatch.setattr(runner, "synchronize", lambda: (calls.append("wait"), synchronize()))
+        session.accept([2, 1, 1])
+        assert calls
+        assert calls == ["enqueue", "wait"] * (len(calls) // 2)
+
+
 def test_a_draft_is_accepted_once():
     with open_model("lfm2", slots=1, max_logits_per_slot=4) as session:
         session.prefill([[5, 6, 7]])

@@ -441,6 +441,7 @@ class Batch:
         accepted = ran.first(counts)
         for chunk, parts in _parts_of(accepted.rows, self._runner.chunks(held, accepted)):
             self._runner.prefill(chunk, parts)
+            self._runner.synchronize()  # the next enqueue overwrites the host's buffers
 
     def rewind(self, slot: int, length: int) -> None:
         """Shorten a slot to its first ``length`` tokens and drop its pending ones."""
