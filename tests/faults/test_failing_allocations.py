@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.sessions import MODEL, OPERATIONS, answers, check_goes_on, check_usable, every_model, live_nbytes, prepared
+from tests.helpers.adapters import write_two_adapters
 from tests.helpers.caches import FailingMemory
-from trt_kvcache import InferenceSession
+from tests.helpers.eagle3 import write_head, write_model
+from tests.helpers.mtp import write_mtp_model
+from trt_kvcache import Checkpoint, InferenceSession
 from trt_kvcache.errors import CapacityError, ClosedError
 from trt_kvcache.session import open_model
 
@@ -54,12 +57,20 @@ def test_in_an_operation(tmp_path: Path, memories: list[FailingMemory], name: st
     pytest.fail("thousands of allocations")
 
 
-def test_while_a_session_is_opened(memories: list[FailingMemory]) -> None:
+@pytest.mark.parametrize("with_", [None, "mtp", "eagle3", "adapters"])
+def test_while_a_session_is_opened(tmp_path: Path, memories: list[FailingMemory], with_: str | None) -> None:
     options = {"engine": "reference", "max_batch_size": 2, "max_sequence_length": 32, "prompt_cache_bytes": 1 << 16}
+    model = MODEL if with_ is None else (write_mtp_model if with_ == "mtp" else write_model)(tmp_path / "model")
+    if with_ == "mtp":
+        options["draft"] = "mtp"
+    elif with_ == "eagle3":
+        options["draft"] = write_head(tmp_path / "head", model)
+    elif with_ == "adapters":
+        options["adapters"] = write_two_adapters(tmp_path, Checkpoint.read_config(model))
     for n in range(1000):
         FailingMemory.left, FailingMemory.failures = n, 1  # of the memory that is made next
         try:
-            with InferenceSession.from_model(MODEL, **options) as session:  # type: ignore[arg-type]
+            with InferenceSession.from_model(model, **options) as session:  # type: ignore[arg-type]
                 memories[-1].failures = 0
                 assert n
                 session.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Literal
 
@@ -79,15 +80,22 @@ class DecoderEngine(BoundEngine):
         self._lacks_head = isinstance(hidden_layers, ReducedLayers)
         self._rows_dtype, tokens = rows_dtype or computed, kv.max_batch_size * width
         #: Hidden states of each token of the last enqueue; None unless they are asked for.
-        self.hidden_states = self._step_rows(tokens, rows_width(hidden_layers, model.hidden_size))
+        self.hidden_states: StepRows | None = None
         #: Hidden states of each token of the next enqueue; None unless the model is a draft head.
-        self.hidden_inputs = self._step_rows(tokens, model.hidden_inputs_width)
+        self.hidden_inputs: StepRows | None = None
         self.embeddings: EmbeddingRows | None = None
-        if capacity:
-            sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
-            self.embeddings = EmbeddingRows(memory, capacity=capacity, dtype=computed, **sizes)
         #: Adapters of the slots of the next enqueue; None for an engine without.
-        self.slot_adapters = None if adapters is None else SlotAdapters(memory, adapters, max_slots=kv.max_batch_size, dtype=computed)
+        self.slot_adapters: SlotAdapters | None = None
+        with ExitStack() as undo:
+            undo.callback(self._close_rows)
+            self.hidden_states = self._step_rows(tokens, rows_width(hidden_layers, model.hidden_size))
+            self.hidden_inputs = self._step_rows(tokens, model.hidden_inputs_width)
+            if capacity:
+                sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+                self.embeddings = EmbeddingRows(memory, capacity=capacity, dtype=computed, **sizes)
+            if adapters is not None:
+                self.slot_adapters = SlotAdapters(memory, adapters, max_slots=kv.max_batch_size, dtype=computed)
+            undo.pop_all()
 
     @abstractmethod
     def open_draft_head(
@@ -101,6 +109,9 @@ class DecoderEngine(BoundEngine):
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
         self._bindings.release()
+        self._close_rows()
+
+    def _close_rows(self) -> None:
         for rows in (self.embeddings, self.hidden_states, self.hidden_inputs, self.slot_adapters):
             if rows is not None:
                 rows.close()

@@ -23,11 +23,11 @@ class SlotAdapters:
         self.updates_nbytes = adapters.nbytes(dtype)
         self._numbers: dict[str | None, int] = {None: 0, **{name: number for number, name in enumerate(adapters.names, start=1)}}
         self._memory = memory
+        self._staging = memory.staging((max_slots,), "int32")
         stream = memory.create_stream()
         self._allocation = memory.allocate(dense_nbytes((max_slots,), "int32"), zeroed=True, stream=stream)
         memory.synchronize(stream)
         self.table = DeviceTensor(self._allocation, shape=(max_slots,), dtype="int32")
-        self._staging = memory.staging((max_slots,), "int32")
         self._written: tuple[str | None, ...] = ()
         #: True if a slot of the next enqueue has an adapter.
         self.in_use = False

@@ -5,7 +5,7 @@ device: the cache returns to the lengths of the current slots, and rows past a l
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -75,10 +75,13 @@ class Runner:
             has_states=self.has_states,
         )
         inputs, outputs = getattr(engine, "hidden_inputs", None), getattr(engine, "hidden_states", None)
-        #: Hidden states that a draft head reads beside its tokens; None for other models.
-        self.hidden_inputs = HiddenInputs.of(inputs, outputs, cache)
-        #: Hidden states of each token in the cache, for a draft head; None if the engine was opened without them.
-        self.hidden_states = HiddenStates.of(outputs if inputs is None else None, cache)
+        with ExitStack() as undo:
+            undo.callback(self._buffers.close)
+            #: Hidden states that a draft head reads beside its tokens; None for other models.
+            self.hidden_inputs = HiddenInputs.of(inputs, outputs, cache)
+            #: Hidden states of each token in the cache, for a draft head; None if the engine was opened without them.
+            self.hidden_states = HiddenStates.of(outputs if inputs is None else None, cache)
+            undo.pop_all()
 
     # --- current slots ---
 
