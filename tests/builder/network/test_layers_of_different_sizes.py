@@ -52,6 +52,8 @@ def make_model() -> ModelConfig:
 class Stored:
     """A checkpoint of random weights."""
 
+    draft_tokens = None  # of an EAGLE-3 head
+
     def __init__(self, model: ModelConfig) -> None:
         random = np.random.default_rng(0)
         self.config = model
