@@ -110,7 +110,10 @@ def most_slots(cluster: Cluster) -> int:
 
 
 def test_both_replicas_take_requests(cluster):
-    assert SLOTS < most_slots(cluster) <= 2 * SLOTS
+    seen, end = 0, time.monotonic() + 60
+    while seen <= SLOTS and time.monotonic() < end:  # a busy machine may look at the slots too rarely
+        seen = max(seen, most_slots(cluster))
+    assert SLOTS < seen <= 2 * SLOTS
 
 
 def test_turns_of_a_chat_go_where_its_beginning_is(cluster):
