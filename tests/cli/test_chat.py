@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @dataclass
 class Turn:
-    """What the session was given: a prompt, whether to reuse what the cache holds, and an adapter; and what it answered."""
+    """One call of ``chat``: the prompt, whether the tokens in the slot are reused, the adapter, and the answer of the session."""
 
     prompt: Any
     reuse: bool

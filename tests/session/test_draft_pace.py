@@ -10,7 +10,7 @@ from trt_kvcache.session.draft_pace import DraftPace
 
 
 class Steps:
-    """Runs steps of so many requests, each with a draft if the pace allows it, at known speeds."""
+    """Simulates decode steps with known durations. A step verifies drafts if ``DraftPace`` allows them."""
 
     def __init__(self) -> None:
         self.now = 0.0

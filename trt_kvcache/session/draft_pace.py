@@ -44,7 +44,7 @@ class DraftPace:
         self._last: tuple[int, float] | None = None  # requests and end of the last step
 
     def allows(self, running: int) -> bool:
-        """Tell whether the next step of so many requests may have drafts. To be asked once a step."""
+        """Tell whether the next decode step, of ``running`` requests, may verify drafts. Call it once before each step."""
         drafted = self._drafted.setdefault(running, _Drafted())
         if drafted.left:
             drafted.left -= 1
