@@ -37,7 +37,7 @@ SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
         ["libasan.so", "libstdc++.so"],
         {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     ),
-    "thread": (["-g1", "-fsanitize=thread"], ["libtsan.so"], {"TSAN_OPTIONS": "halt_on_error=1"}),
+    "thread": (["-g1", "-fsanitize=thread"], ["libtsan.so"], {"TSAN_OPTIONS": "halt_on_error=1", "OPENBLAS_NUM_THREADS": "1"}),
 }
 
 #: Elements and head dims that attention is built for, over every K/V dtype, unless others are asked for: those that fast tests have.
