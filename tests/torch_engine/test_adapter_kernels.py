@@ -20,7 +20,7 @@ from trt_kvcache import InferenceSession, KVCacheManager  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config  # noqa: E402
-from trt_kvcache.torch_engine import TorchEngine  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine, kernel_adapted_projections  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
 
@@ -47,7 +47,10 @@ def logits_of(session, adapters):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["16 bits", "int4", "act-order", "act-order of each matrix", "Q4_K"])
-def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, kind):  # noqa: F811
+@pytest.mark.parametrize(("max_rows", "steps"), [(64, 5), (5, 3)])
+def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, monkeypatch, kind, max_rows, steps):  # noqa: F811
+    """Steps of more rows than the kernels of adapters take run by torch: here the first chunk of the prompts and the second turns."""
+    monkeypatch.setattr(kernel_adapted_projections, "MAX_ADAPTER_ROWS", max_rows)
     folder, quantize = write(tmp_path / "model", kind), "int4" if kind == "int4" else None
     with Checkpoint.open(folder, quantize=quantize) as checkpoint:
         folders = write_two_adapters(tmp_path, checkpoint.config)
@@ -63,5 +66,6 @@ def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, kind)
         assert calls["linear" if kind == "16 bits" else "packed_linear"] > 0
         gated = "linear_gated_mul silu" if kind == "16 bits" else "packed_linear_gated_mul silu"
         assert calls[gated] == 0, "an update is added before the activation"
+        assert calls["adapter_ranks"] == calls["adapter_outputs"] == steps * 4 * kv.num_layers, "four products a layer"
         assert_close(logits_of(session, None), logits_of(reference, None), TOLERANCES["bfloat16"])
         assert calls[gated] > 0 or kind == "act-order of each matrix"

@@ -15,7 +15,6 @@ from tests.torch_engine.needs_torch import need_torch
 need_torch()
 
 from trt_kvcache import Checkpoint, InferenceSession  # noqa: E402
-from trt_kvcache.torch_engine import adapter_updates  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -68,11 +67,8 @@ def assert_as_the_reference_engine(folder, tmp_path, dtype, **options):
         assert not ours.engine.graph_refusals
 
 
-@pytest.mark.parametrize("zeros", [0, 1 << 30])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_weights_of_16_and_32_bits(tmp_path, monkeypatch, dtype, zeros):
-    """With a product for all of fused maps, or for each of them."""
-    monkeypatch.setattr(adapter_updates, "MAX_ZEROS_NBYTES", zeros)
+def test_weights_of_16_and_32_bits(tmp_path, dtype):
     assert_as_the_reference_engine(write_model(tmp_path / "model", **MODEL), tmp_path, dtype)
 
 

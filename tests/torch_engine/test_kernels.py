@@ -34,6 +34,7 @@ from trt_kvcache.torch_engine import (  # noqa: E402
     engine,
     experts as experts_module,
     grouped_experts,
+    kernel_adapted_projections,
     kernel_experts,
     kernel_projections,
     kernel_router,
@@ -56,6 +57,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 #: By module, the kernels that it launches.
 LAUNCHED = {
     kernels: ("attend", "add_rms_norm", "gated_mul", "qk_rms_norm"),
+    kernel_adapted_projections: ("adapter_ranks", "adapter_outputs"),
     kernel_experts: ("expert_up", "expert_down"),
     kernel_router: ("router_logits", "choose_experts"),
     kernel_projections: ("linear", "linear_gated_mul"),

@@ -19,8 +19,9 @@ from tests.session.test_several_adapters import *  # noqa: E402, F403
 from tests.session.test_several_adapters import NAMES, PROMPTS, logits_of, open_model  # noqa: E402
 from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice  # noqa: E402
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet  # noqa: E402
-from trt_kvcache.torch_engine import adapter_updates, engine  # noqa: E402
-from trt_kvcache.torch_engine.adapter_updates import RANK_MULTIPLE, fused_updates, updates_of  # noqa: E402
+from trt_kvcache.kernels.adapter_kernels import RANK_GRANULE  # noqa: E402
+from trt_kvcache.torch_engine import engine  # noqa: E402
+from trt_kvcache.torch_engine.adapter_updates import fused_updates, updates_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +53,8 @@ def test_steps_without_adapters_do_not_compute_their_products(monkeypatch, adapt
         session.decode([5, 6, 7])
 
 
-@pytest.mark.parametrize(("zeros", "products"), [(0, 2), (1 << 20, 1)])
-def test_fused_updates(tmp_path, monkeypatch, zeros, products):
-    """Ranks are those of each part in turn, padded; a part without an update has none. Few zeros are multiplied, many are left out."""
-    monkeypatch.setattr(adapter_updates, "MAX_ZEROS_NBYTES", zeros)
+def test_fused_updates(tmp_path):
+    """Ranks are those of each part in turn, padded; a part without an update has none."""
     model = model_of("llama")
     shapes = linear_shapes(model)
     modules = [f"model.layers.0.self_attn.{name}_proj" for name in "qv"]
@@ -65,11 +64,11 @@ def test_fused_updates(tmp_path, monkeypatch, zeros, products):
     b_of_q, b_of_v = (update.products[0].b for update in (q, v))
     outputs = [len(b_of_q), 7, len(b_of_v)]
     whole = fused_updates([q, None, v], outputs)
-    assert len(whole.products) == products
-    assert whole.owners.count(1) == 6
-    assert set(whole.owners) == {1, -1}
-    assert len(whole.owners) % RANK_MULTIPLE == 0
+    assert whole.owners == (1,) * 2 * RANK_GRANULE, "rank 3 is padded"
     assert whole.owners_on_device.tolist() == [*whole.owners]
+    assert whole.parts.tolist() == [[0, outputs[0], 0, 8], [outputs[0] + 7, outputs[2], 8 * outputs[0], 8]]
+    assert whole.starts.tolist() == [[0, 0, 8], [8, 8, 16]]
+    assert whole.max_outputs == outputs[0]
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, q.a.shape[1])).astype(np.float32))
     numbers, out = torch.tensor([1, 0], dtype=torch.int32), torch.zeros(2, 4, sum(outputs))
     whole.add(out, x, whole.others(numbers))
@@ -79,17 +78,6 @@ def test_fused_updates(tmp_path, monkeypatch, zeros, products):
     assert not none.any()
     assert not out[1].any()
     assert fused_updates([None, None], [2, 3]) is None
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_of_each_of_fused_maps(monkeypatch, adapters, dtype):
-    """Products with many zeros are divided: the sums are the same."""
-    found = []
-    for zeros in (0, 1 << 30):
-        monkeypatch.setattr(adapter_updates, "MAX_ZEROS_NBYTES", zeros)
-        with open_model("llama", adapters=adapters, dtype=dtype) as session:
-            found.append(logits_of(session, adapter=NAMES))
-    assert_close(*found, 1e-5 if dtype == "float32" else 8e-2)
 
 
 def test_values_that_a_dtype_cannot_hold(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from trt_kvcache.model import MlpConfig
+from trt_kvcache.torch_engine.adapter_updates import AdapterUpdate
 from trt_kvcache.torch_engine.operations import Elementwise, Projections, TorchMatrix, TorchProjection
 
 
@@ -18,12 +19,16 @@ class AdaptedProjections(Projections):
 
     def project(self, projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Projections.project`."""
-        out, update = self._others.project(projection, x), projection.update
-        if update is not None:
-            mask = self._masks.get(update.owners)
-            if mask is None:
-                mask = self._masks[update.owners] = update.others(self._numbers)
-            update.add(out, x, mask)
+        if projection.update is None:
+            return self._others.project(projection, x)
+        return self._updated(projection, projection.update, x)
+
+    def _updated(self, projection: TorchProjection, update: AdapterUpdate, x: torch.Tensor) -> torch.Tensor:
+        out = self._others.project(projection, x)
+        mask = self._masks.get(update.owners)
+        if mask is None:
+            mask = self._masks[update.owners] = update.others(self._numbers)
+        update.add(out, x, mask)
         return out
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
+from trt_kvcache.kernels.adapter_kernels import RANK_GRANULE
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.torch_engine.upload import Upload
 
-#: Ranks are padded to a multiple of this, which products of 16 bits on a GPU need to be fast.
-RANK_MULTIPLE = 8
 
-#: Bytes of zeros that one product of fused maps may read, in place of a launch for each map. An H100 reads 4 MiB in 1.3 us.
-MAX_ZEROS_NBYTES = 4 << 20
-
-#: Owner of a rank that pads, and that no token has.
-_NOBODY = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdatedOutputs:
+class UpdatedOutputs(NamedTuple):
     """Some outputs of a linear map, and the ranks that update them by ``b`` ``[outputs, ranks]``."""
 
     outputs: slice
@@ -33,12 +27,46 @@ class UpdatedOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterUpdate:
-    """The sum of a linear map with ``b @ a``, of which a token takes the ranks of its adapter. ``owners``: the adapter of each rank."""
+    """The sum of a linear map with ``b @ a``, of which a token takes the ranks of its adapter. ``owners``: the adapter of each rank.
+
+    The ranks of an adapter are padded to a multiple of 8, by zeros. The tensors after ``owners`` are for our kernels: see
+    :class:`~trt_kvcache.kernels.adapter_kernels.UpdateTensors`.
+    """
 
     a: torch.Tensor  # [ranks, in]
-    products: tuple[UpdatedOutputs, ...]
+    products: tuple[UpdatedOutputs, ...]  # views of b
     owners: tuple[int, ...]
-    owners_on_device: torch.Tensor  # int32 [ranks]
+    owners_on_device: torch.Tensor
+    b: torch.Tensor
+    parts: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, a: torch.Tensor, products: Sequence[UpdatedOutputs], owners: tuple[int, ...], num_adapters: int) -> AdapterUpdate:
+        """Return updates of some outputs each, by ranks of their own."""
+        b, first, views, parts, starts = torch.cat([one.b.flatten() for one in products]), 0, [], [], []
+        for one in products:
+            outputs, ranks = one.b.shape
+            views.append(one._replace(b=b[first : first + one.b.numel()].view(outputs, ranks)))
+            parts.append((one.outputs.start, outputs, first, ranks))
+            counts = Counter(owners[one.ranks])
+            starts.append([*accumulate((counts[number] for number in range(num_adapters + 1)), initial=one.ranks.start)])
+            first += one.b.numel()
+        owned, places, begins = (
+            torch.tensor(values, dtype=dtype, device=a.device)
+            for values, dtype in ((owners, torch.int32), (parts, torch.int64), (starts, torch.int32))
+        )
+        return cls(a=a, products=tuple(views), owners=owners, owners_on_device=owned, b=b, parts=places, starts=begins)
+
+    @property
+    def num_adapters(self) -> int:
+        """Number of adapters of the session."""
+        return int(self.starts.shape[1]) - 2
+
+    @property
+    def max_outputs(self) -> int:
+        """Largest number of outputs of a product."""
+        return max(len(product.b) for product in self.products)
 
     def others(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return bool ``[A, 1, ranks]``, True for ranks of other adapters than those of the slots, by number int32 ``[A]``."""
@@ -53,7 +81,7 @@ class AdapterUpdate:
     def with_outputs(self, order: torch.Tensor) -> AdapterUpdate:
         """Return the update of a map, which is not fused, with its outputs in another order."""
         [product] = self.products
-        return replace(self, products=(replace(product, b=product.b[order]),))
+        return AdapterUpdate.of(self.a, [product._replace(b=product.b[order])], self.owners, self.num_adapters)
 
     def with_inputs(self, order: torch.Tensor) -> AdapterUpdate:
         """Return the update of a map with its inputs in another order."""
@@ -66,11 +94,11 @@ LoadUpdates = Callable[[int], Mapping[str, AdapterUpdate]]
 
 def updates_of(adapters: AdapterSet, model: ModelConfig, dtype: str, device: torch.device) -> LoadUpdates:
     """Return a function that reads the updates of a layer."""
-    upload = Upload(device)
+    upload, count = Upload(device), len(adapters.names)
 
     def load(index: int) -> dict[str, AdapterUpdate]:
         rounded = {role: update.rounded(dtype) for role, update in adapters.layer_updates(model, index).items()}
-        return {role: _update(upload(one.a), upload(one.b), one.owners) for role, one in rounded.items()}
+        return {role: _update(upload(one.a), upload(one.b), one.owners, count) for role, one in rounded.items()}
 
     return load
 
@@ -85,32 +113,20 @@ def fused_updates(updates: Sequence[AdapterUpdate | None], outputs: Sequence[int
         if update is not None:
             [product] = update.products
             width = len(update.owners)
-            places = slice(first_output, first_output + count), slice(first_rank, first_rank + width)
-            products.append(UpdatedOutputs(outputs=places[0], ranks=places[1], b=product.b))
+            products.append(UpdatedOutputs(slice(first_output, first_output + count), slice(first_rank, first_rank + width), product.b))
             first_rank += width
         first_output += count
-    owners, b = tuple(owner for update in given for owner in update.owners), given[0].products[0].b
-    zeros = first_output * first_rank - sum(product.b.numel() for product in products)
-    if zeros * b.element_size() <= MAX_ZEROS_NBYTES:
-        whole = b.new_zeros((first_output, first_rank))
-        for product in products:
-            whole[product.outputs, product.ranks] = product.b
-        products = [UpdatedOutputs(outputs=slice(None), ranks=slice(None), b=whole)]
-    return AdapterUpdate(
-        a=torch.cat([update.a for update in given]),
-        products=tuple(products),
-        owners=owners,
-        owners_on_device=torch.cat([update.owners_on_device for update in given]),
-    )
+    owners = tuple(owner for update in given for owner in update.owners)
+    return AdapterUpdate.of(torch.cat([update.a for update in given]), products, owners, given[0].num_adapters)
 
 
-def _update(a: torch.Tensor, b: torch.Tensor, owners: tuple[int, ...]) -> AdapterUpdate:
-    """Return an update with padded ranks."""
-    padding = -len(owners) % RANK_MULTIPLE
-    padded = (*owners, *(_NOBODY,) * padding)
-    return AdapterUpdate(
-        a=F.pad(a, (0, 0, 0, padding)),
-        products=(UpdatedOutputs(outputs=slice(None), ranks=slice(None), b=F.pad(b, (0, padding))),),
-        owners=padded,
-        owners_on_device=torch.tensor(padded, dtype=torch.int32, device=a.device),
-    )
+def _update(a: torch.Tensor, b: torch.Tensor, owners: tuple[int, ...], num_adapters: int) -> AdapterUpdate:
+    """Return an update, with the ranks of each adapter padded."""
+    padded: list[int] = []
+    places: list[int] = []
+    for owner, count in Counter(owners).items():
+        places += range(len(padded), len(padded) + count)
+        padded += [owner] * (count + -count % RANK_GRANULE)
+    wide_a, wide_b = a.new_zeros((len(padded), a.shape[1])), b.new_zeros((len(b), len(padded)))
+    wide_a[places], wide_b[:, places] = a, b
+    return AdapterUpdate.of(wide_a, [UpdatedOutputs(slice(0, len(b)), slice(0, len(padded)), wide_b)], tuple(padded), num_adapters)

@@ -36,6 +36,7 @@ from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.device_views import DeviceViews
 from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS, FixedProducts, SortedProducts
 from trt_kvcache.torch_engine.grouped_experts import GroupedProducts
+from trt_kvcache.torch_engine.kernel_adapted_projections import KernelAdaptedProjections
 from trt_kvcache.torch_engine.kernel_experts import KernelExperts
 from trt_kvcache.torch_engine.kernel_projections import KernelProjections
 from trt_kvcache.torch_engine.kernel_router import KernelRouter
@@ -333,7 +334,12 @@ class TorchEngine(DecoderEngine):
             many = GroupedProducts(experts, elementwise, self._workspace, self._views, stream)
             experts = FixedProducts(many, elementwise)
         if self._slot_numbers is not None and has_adapters:
-            projections = AdaptedProjections(projections, elementwise, self._slot_numbers[: len(step.input_ids)])
+            numbers = self._slot_numbers[: len(step.input_ids)]
+            projections = (
+                KernelAdaptedProjections(projections, elementwise, numbers, self._views, stream)
+                if has_kernels
+                else AdaptedProjections(projections, elementwise, numbers)
+            )
         return Operations(
             rotation=RotationBeforeNorms(step, self._mixers, self._positions_before_norms),
             attention=self._attention_of(step, stream),
