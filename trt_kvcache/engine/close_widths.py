@@ -1,4 +1,4 @@
-"""``eighths``: widths of enqueues, close enough that a prompt of more than 64 tokens runs in one enqueue with little padding."""
+"""``eighths``: widths of enqueues that are at most an eighth apart, so that a prompt between two of them has little padding."""
 
 from collections.abc import Iterator
 
