@@ -20,6 +20,7 @@ from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine.step_ancestors import StepAncestors
 from trt_kvcache.errors import KVCacheError
+from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.generation.drafter import DraftedSequence
 
 VOCAB = 263
@@ -302,17 +303,36 @@ class Drafter:
         self.truth, self.right, self.random, self.vocab_size = truth, right, Random(seed), vocab_size
         self.calls: list[list[tuple[int, ...]]] = []
 
-    def propose(self, sequences: Sequence[DraftedSequence]) -> list[list[int]]:
+    def propose(self, sequences: Sequence[DraftedSequence]) -> list[Any]:
         drafts = [self._draft(one) for one in sequences]
-        self.calls.append([tuple(draft) for draft in drafts])
+        self.calls.append([tuple(draft.tokens if isinstance(draft, DraftTree) else draft) for draft in drafts])
         return drafts
 
-    def _draft(self, sequence: DraftedSequence) -> list[int]:
+    def _draft(self, sequence: DraftedSequence) -> Any:
         assert sequence.limit >= 1
         count = sequence.limit if self.right == 1 else self.random.randint(0, sequence.limit)
         known = self.truth(sequence, count)
         known += [0] * (count - len(known) if self.right < 1 else 0)
         return [token if self.random.random() < self.right else (token + 1) % self.vocab_size for token in known]
+
+
+class TreeDrafter(Drafter):
+    """Proposes trees: each token of the path that will follow is among the children with a probability, beside wrong ones, in any order."""
+
+    def _draft(self, sequence: DraftedSequence) -> DraftTree:
+        path, nodes = [-1], list[tuple[int, int]]()  # token and parent
+        assert sequence.tree_limit >= sequence.limit
+        known = self.truth(sequence, sequence.limit)
+        for token in known:
+            is_right = self.random.random() < self.right
+            children = self.random.sample(range(self.vocab_size), self.random.randint(0, 2)) + [token] * is_right
+            self.random.shuffle(children)
+            nodes += [(child, path[-1]) for child in children]
+            nodes += [(self.random.randrange(self.vocab_size), self.random.randrange(len(nodes))) for _ in range(bool(nodes) and 1)]
+            if token not in children:
+                break
+            path.append(nodes.index((token, path[-1])))
+        return DraftTree([token for token, _ in nodes], [parent for _, parent in nodes])
 
 
 def chosen(sequence: DraftedSequence, count: int) -> list[int]:

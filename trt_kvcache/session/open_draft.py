@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.progress import Progress
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH
 from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
@@ -32,7 +33,11 @@ def with_draft(
         return replace(parts, draft="ngram")
     with ExitStack() as undo:
         undo.callback(parts.close)
+        if options.draft_tree is not None:
+            _check_takes_trees("model", parts)
         head = draft_head_folder(options.draft)
+        if options.draft_tree is not None and (options.draft == MTP or head is not None):
+            raise ConfigError(f"draft_tree: expected the folder of a draft model, got draft={options.draft!r}, a draft head.")
         if options.draft == MTP:
             drafter: ModelDrafter = _mtp_drafter(folder, parts, options)
         elif head is not None:
@@ -41,7 +46,9 @@ def with_draft(
             small = _open(options.draft, parts, options, progress)
             undo.callback(small.close)
             _check(options.draft, small, parts)
-            drafter = ModelDrafter(small, vocab_size=parts.model.vocab_size)
+            if options.draft_tree is not None:
+                _check_takes_trees("draft model", small)
+            drafter = ModelDrafter(small, vocab_size=parts.model.vocab_size, tree_tokens=(options.draft_tree or 1) - 1)
         undo.pop_all()
     return replace(parts, draft=drafter, on_close=_both(parts.on_close, drafter.close))
 
@@ -81,6 +88,8 @@ def _open(draft: str, parts: SessionParts, options: SessionOptions, progress: Pr
             return open_engine_folder(place, same, progress=progress)
         length = min(parts.cache.lengths.max_sequence_length, Checkpoint.read_config(place).max_position_embeddings)
         sized = replace(same, max_batch_size=parts.cache.max_batch_size, max_sequence_length=length, dtype=options.dtype)
+        if options.draft_tree is not None:
+            sized = replace(sized, max_logits_per_slot=min(options.draft_tree, length, DEFAULT_MAX_PREFILL_LENGTH))
         return open_model(place, sized, progress=progress)
 
 
@@ -93,6 +102,12 @@ def _check(draft: str, small: SessionParts, parts: SessionParts) -> None:
         )
     if _vocabulary(small.tokenizer) != _vocabulary(parts.tokenizer):
         raise ConfigError(f"draft: {draft}: expected a model with the tokenizer of the large one, got one with another vocabulary.")
+
+
+def _check_takes_trees(what: str, parts: SessionParts) -> None:
+    if getattr(parts.engine, "ancestors", None) is None:
+        name = "one with recurrent states" if parts.cache.states is not None else f"a {type(parts.engine).__name__}"
+        raise ConfigError(f"draft_tree: expected a {what} in an engine that takes trees, got {name}. Leave draft_tree out for chains.")
 
 
 def _vocabulary(tokenizer: Tokenizer | None) -> Any:
