@@ -105,7 +105,13 @@ class DecoderEngine(BoundEngine):
 
     @abstractmethod
     def open_draft_head(
-        self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
+        self,
+        checkpoint: Checkpoint,
+        *,
+        kv: DecoderCacheConfig,
+        max_prefill_length: int,
+        max_logits_per_slot: int = 1,
+        hidden_layers: HiddenLayers,
     ) -> DecoderEngine:
         """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share.
 

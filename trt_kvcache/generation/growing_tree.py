@@ -29,6 +29,8 @@ class GrowingTree:
         self._nodes: list[_Node] = []
         #: Indices of the tokens whose successors come next; -1 for the sequence itself.
         self.frontier: list[int] = [-1]
+        #: For each token the index of its parent in the tree before the last level was added.
+        self.parents_before: list[int] = []
 
     @property
     def tree(self) -> DraftTree:
@@ -73,5 +75,6 @@ class GrowingTree:
         """Keep the best of nodes, in which parents come before children."""
         indices = sorted(range(len(nodes)), key=lambda index: (not nodes[index].is_chosen, -nodes[index].score))[: self._limit]
         order = sorted(indices, key=lambda index: (not nodes[index].is_chosen, index))
+        self.parents_before = [nodes[index].parent for index in order]
         places = {-1: -1, **{index: place for place, index in enumerate(order)}}
         self._nodes = [nodes[index]._replace(parent=places[nodes[index].parent]) for index in order]

@@ -246,7 +246,13 @@ class ReferenceEngine(DecoderEngine):
             step.logits[..., self._draft_tokens] = logits.reshape(*step.logits.shape[:-1], -1)
 
     def open_draft_head(
-        self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
+        self,
+        checkpoint: Checkpoint,
+        *,
+        kv: DecoderCacheConfig,
+        max_prefill_length: int,
+        max_logits_per_slot: int = 1,
+        hidden_layers: HiddenLayers,
     ) -> ReferenceEngine:
         """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share.
 
@@ -260,6 +266,8 @@ class ReferenceEngine(DecoderEngine):
             The cache that will be bound.
         max_prefill_length : int
             The most new tokens per slot in one step.
+        max_logits_per_slot : int
+            The most new tokens per slot whose logits one step returns.
         hidden_layers : "final_norm" or tuple of int
             Hidden states of the head that it keeps.
 
@@ -275,7 +283,13 @@ class ReferenceEngine(DecoderEngine):
         """
         self._check_head(checkpoint.config)
         head = ReferenceEngine(
-            checkpoint, kv=kv, max_prefill_length=max_prefill_length, memory=self.memory, hidden_layers=hidden_layers, shared=self
+            checkpoint,
+            kv=kv,
+            max_prefill_length=max_prefill_length,
+            max_logits_per_slot=max_logits_per_slot,
+            memory=self.memory,
+            hidden_layers=hidden_layers,
+            shared=self,
         )
         if self._lacks_head:
             assert head._weights is not None

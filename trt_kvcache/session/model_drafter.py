@@ -39,9 +39,7 @@ class ModelDrafter:
         self._batch.activate_all()
         self._steps: DraftSteps | DraftTreeSteps = DraftSteps(self._runner, self._batch, vocab_size=vocab_size)
         if tree_tokens:
-            self._steps = DraftTreeSteps(
-                self._batch, vocab_size=vocab_size, max_tokens=min(tree_tokens, self._runner.plan.max_logits_per_slot)
-            )
+            self._steps = DraftTreeSteps(self._runner, self._batch, vocab_size=vocab_size, max_tokens=tree_tokens)
         # Slot of each request, and the number of tokens of the request in that slot. Tokens after them are an earlier draft.
         self._places: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 

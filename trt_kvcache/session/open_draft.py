@@ -36,8 +36,6 @@ def with_draft(
         if options.draft_tree is not None:
             _check_takes_trees("model", parts)
         head = draft_head_folder(options.draft)
-        if options.draft_tree is not None and (options.draft == MTP or head is not None):
-            raise ConfigError(f"draft_tree: expected the folder of a draft model, got draft={options.draft!r}, a draft head.")
         if options.draft == MTP:
             drafter: ModelDrafter = _mtp_drafter(folder, parts, options)
         elif head is not None:
@@ -48,7 +46,7 @@ def with_draft(
             _check(options.draft, small, parts)
             if options.draft_tree is not None:
                 _check_takes_trees("draft model", small)
-            drafter = ModelDrafter(small, vocab_size=parts.model.vocab_size, tree_tokens=(options.draft_tree or 1) - 1)
+            drafter = ModelDrafter(small, vocab_size=parts.model.vocab_size, tree_tokens=_tree_tokens(options))
         undo.pop_all()
     return replace(parts, draft=drafter, on_close=_both(parts.on_close, drafter.close))
 
@@ -60,7 +58,7 @@ def _mtp_drafter(folder: str | PathLike[str], parts: SessionParts, options: Sess
     with checkpoint, ExitStack() as undo:
         head = open_draft_head(checkpoint, parts, options, hidden_layers="final_norm")
         undo.callback(head.close)
-        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size)
+        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size, tree_tokens=_tree_tokens(options))
         undo.pop_all()
     return drafter
 
@@ -73,7 +71,7 @@ def _eagle3_drafter(draft: str, folder: Path, parts: SessionParts, options: Sess
             raise ConfigError(f"draft: {draft}: expected an {lacking} of width {model.hidden_size} in the files of the head, got none.")
         head = open_draft_head(checkpoint, parts, options, hidden_layers=(model.num_layers,))
         undo.callback(head.close)
-        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size)
+        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size, tree_tokens=_tree_tokens(options))
         undo.pop_all()
     return drafter
 
@@ -102,6 +100,11 @@ def _check(draft: str, small: SessionParts, parts: SessionParts) -> None:
         )
     if _vocabulary(small.tokenizer) != _vocabulary(parts.tokenizer):
         raise ConfigError(f"draft: {draft}: expected a model with the tokenizer of the large one, got one with another vocabulary.")
+
+
+def _tree_tokens(options: SessionOptions) -> int:
+    """Return the most tokens of a tree without the token before it; 0 for chains."""
+    return 0 if options.draft_tree is None else options.draft_tree - 1
 
 
 def _check_takes_trees(what: str, parts: SessionParts) -> None:

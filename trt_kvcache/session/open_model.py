@@ -272,7 +272,13 @@ def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: Sessio
     )
     width = min(kv.max_sequence_length, max(profile.max_width for profile in engine.profiles))
     with ExitStack() as undo:
-        head = engine.open_draft_head(checkpoint, kv=kv, max_prefill_length=width, hidden_layers=hidden_layers)
+        head = engine.open_draft_head(
+            checkpoint,
+            kv=kv,
+            max_prefill_length=width,
+            max_logits_per_slot=min(options.draft_tree or 1, width),
+            hidden_layers=hidden_layers,
+        )
         undo.callback(head.close)
         cache = make_cache(kv, memory=head.memory)
         undo.pop_all()

@@ -117,8 +117,8 @@ class SessionOptions:
         as for ``"mtp"``. The engine of the large model must return the logits of several tokens per
         slot, as an engine does that is opened from a model folder. Off if left out.
     draft_tree : int, optional
-        Most tokens of a draft of a draft model that is a tree, from 2 to 64, with the token before it. A tree proposes several tokens for a
-        position, so more tokens are accepted in a step that verifies more of them. For ``draft`` with a path. Not with TensorRT, which
+        Most tokens of a draft that is a tree, from 2 to 64, with the token before it. A tree proposes several tokens for a
+        position, so more tokens are accepted in a step that verifies more of them. For ``draft`` with the path of a small model or an EAGLE-3 head. Not with TensorRT, which
         ``"auto"`` then leaves out, and not for a model with recurrent states. Drafts are chains if left out.
     prefill_chunk : int
         Chunked prefill: most prompt tokens that a ``step`` runs together with requests that decode, so that these do not wait for a long
@@ -218,7 +218,7 @@ class SessionOptions:
         if self.draft_tree is not None:
             int_in_range("draft_tree", self.draft_tree, 2, MAX_TREE_TOKENS, error=ConfigError)
             if self.draft in (None, NGRAM):
-                raise ConfigError(f"draft_tree: expected draft with the folder of a draft model, got draft={self.draft!r}.")
+                raise ConfigError(f"draft_tree: expected draft with the folder of a small model or a head, got draft={self.draft!r}.")
             if self.engine == "tensorrt":
                 raise ConfigError(f"draft_tree: expected none with engine='tensorrt', which takes chains only, got {self.draft_tree}.")
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
