@@ -25,7 +25,7 @@ from trt_kvcache.session.draft_pace import DraftPace
 from trt_kvcache.session.draft_plan import DraftPlan, plan_drafts
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
-from trt_kvcache.session.step_plan import StepPlan
+from trt_kvcache.session.step_plan import Rows, StepPlan
 
 
 class Cursor(NamedTuple):
@@ -60,8 +60,8 @@ class VerifiedRows:
     """Rows that an enqueue has run to verify drafts, and that are not committed yet."""
 
     plan: StepPlan
-    #: Tokens of each row to commit: its first one, and those of the draft that were accepted.
-    counts: Sequence[int]
+    #: Indices of the tokens of each row to commit: its first one, and those of the draft that were accepted.
+    paths: Rows
 
 
 class DecodeStep(NamedTuple):
@@ -128,9 +128,9 @@ class DecodeSteps:
 
     def commit(self, verified: VerifiedRows, slots: Sequence[Slot]) -> list[Slot]:
         """Commit the accepted tokens of a step, pending in slots, and return the slots. Inside ``Runner.work(continues=True)``."""
-        self._batch.commit_first(verified.plan, [slot.length for slot in slots], verified.counts)
+        self._batch.commit_paths(verified.plan, [slot.length for slot in slots], verified.paths)
         self._runner.uncommitted = None
-        return [slot.committed(count) for slot, count in zip(slots, verified.counts, strict=True)]
+        return [slot.committed(len(path)) for slot, path in zip(slots, verified.paths, strict=True)]
 
     def _run_again(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Mapping[int, Logits]]:
         """Run several pending tokens of a slot, as a prompt."""
@@ -149,7 +149,7 @@ class DecodeSteps:
             logits = self._runner.every_logit(chunk)
         seconds = time.perf_counter() - started
         choices: dict[int, Sequence[Choice]] = {}
-        counts = [0] * len(slots)
+        paths: list[Sequence[int]] = [()] * len(slots)
         for slot in plan.running():
             request, draft, place = requests[slot], drafts.draft(slot), slot - chunk.first
             room = self._batch.max_sequence_length - slots[slot].length - 1
@@ -157,10 +157,10 @@ class DecodeSteps:
                 choices[slot] = request.receive_verified(sampled[place], draft, room=room)
             else:
                 choices[slot] = request.choose_verified(logits[place, : len(draft) + 1], draft, room=room, waits=waits)
-            counts[slot] = len(choices[slot])
-        self._batch.count_step(sum(counts), seconds)
+            paths[slot] = range(len(choices[slot]))
+        self._batch.count_step(sum(map(len, paths)), seconds)
         self._record(requests, drafts, choices)
-        verified = VerifiedRows(plan, counts)
+        verified = VerifiedRows(plan, paths)
         self._runner.uncommitted = verified
         return DecodeStep(slots, choices, verified)
 

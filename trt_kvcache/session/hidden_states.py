@@ -51,6 +51,17 @@ class HiddenStates:
         ]
         self._step.memory.copy_rows(self._table, self._step.table, moves, stream=stream)
 
+    def keep_paths(self, starts: Sequence[int], paths: Sequence[Sequence[int]], *, stream: Any) -> None:
+        """Move the rows at the indices ``paths`` after ``starts`` of each slot, in order, to directly after ``starts``."""
+        moves = [
+            (first + place, first + index, 1)
+            for slot, (start, path) in enumerate(zip(starts, paths, strict=True))
+            for first in (self._places[slot] * self._positions + start,)
+            for place, index in enumerate(path)
+            if place != index
+        ]
+        self._step.memory.copy_rows(self._table, self._table, moves, stream=stream)
+
     def copy(self, source: int, slot: int, length: int, *, stream: Any) -> None:
         """Copy the first rows of a slot to another one."""
         to, first = (self._places[place] * self._positions for place in (slot, source))
