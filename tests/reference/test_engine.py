@@ -16,8 +16,8 @@ from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorMode, TensorSpec
-from trt_kvcache.engine.step_ancestors import MAX_TREE_TOKENS
 from trt_kvcache.errors import BindingError, ClosedError, ConfigError, EngineError, LayoutError, PlaceError, RangeError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.reference import ReferenceEngine
 
 from .rig import DECODE, GOLDEN, PREFILL, Rig, random_ids

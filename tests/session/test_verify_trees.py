@@ -19,6 +19,7 @@ from tests.paths import GOLDEN
 from tests.session.every_logit import with_every_logit
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError
 from trt_kvcache.session import open_model as opening
 
@@ -36,32 +37,43 @@ def with_trees(**options: Any) -> InferenceSession:
     return with_every_logit(trees=True, **options)
 
 
+def spoil(cache: Any, value: float) -> None:
+    """Overwrite rows that are not live."""
+    poison(cache, 127 if cache.kv_config.dtype == "int8" else value)
+
+
 @contextmanager
-def session_of(name: str, attention: Any, *, length: int = 40, slots: int = 3) -> Iterator[InferenceSession]:
-    """Open a golden model, or that whose layers all differ."""
+def session_of(name: str, attention: Any, kv_dtype: Any = None, *, length: int = 40, slots: int = 3) -> Iterator[InferenceSession]:
+    """Open a golden model, or that whose layers all differ; quantized K and V have a scale for each token."""
+    quantized = None if kv_dtype is None else QuantizedKV(kv_dtype)
     if name != "mixed":
         sizes = {"max_batch_size": slots, "max_sequence_length": length, "max_prefill_length": 24}
-        with InferenceSession.from_model(GOLDEN / name, engine="numpy", dtype="float32", attention=attention, **sizes) as session:
+        options = {"engine": "numpy", "dtype": "float32", "attention": attention, "kv_dtype": kv_dtype}
+        with InferenceSession.from_model(GOLDEN / name, **options, **sizes) as session:  # type: ignore[arg-type]
             yield session
         return
     model = mixed_model(32, 16, 48, 64)
-    kv = decoder_cache_config(model, max_batch_size=slots, max_sequence_length=length, dtype="float32", attention=attention)
-    options: dict[str, Any] = {"max_prefill_length": 24, "max_logits_per_slot": "all", "attention": attention}
+    sizes = {"max_batch_size": slots, "max_sequence_length": length}
+    kv = decoder_cache_config(model, **sizes, dtype="float32", attention=attention, quantized=quantized)  # type: ignore[arg-type]
+    options = {"max_prefill_length": 24, "max_logits_per_slot": "all", "attention": attention, "dtype": "float32"}
     engine = ReferenceEngine(RandomCheckpoint(model), kv=kv, memory=HostMemory(), **options)  # type: ignore[arg-type]
     with InferenceSession(engine, KVCacheManager(kv.kv, memory=engine.memory)) as session:  # type: ignore[arg-type]
         yield session
 
 
-@pytest.mark.parametrize("attention", ["native", "mask"])
-@pytest.mark.parametrize("name", ["mixed", *MODELS])
-def test_a_tree_gives_the_logits_of_its_paths_and_a_path_stays(name: str, attention: str) -> None:
-    random = Random(name)
-    with session_of(name, attention) as session, session_of(name, attention) as plain:
+CASES = [(name, attention, None) for name in ("mixed", *MODELS) for attention in ("native", "mask", "plugin")]
+QUANTIZED = [(name, "plugin", kind) for name in ("mixed", "gemma2-bias", "gemma4-shared") for kind in ("int8", "fp8")]
+
+
+@pytest.mark.parametrize(("name", "attention", "kv_dtype"), [*CASES, *QUANTIZED])
+def test_a_tree_gives_the_logits_of_its_paths_and_a_path_stays(name: str, attention: str, kv_dtype: str | None) -> None:
+    random, same = Random(name), 5e-5 if kv_dtype is None else 0.06
+    with session_of(name, attention, kv_dtype) as session, session_of(name, attention, kv_dtype) as plain:
         vocab = session.vocab_size
         tokens = [[random.randrange(3, vocab) for _ in range(length)] for length in (9, 1, 5)]
         session.prefill(tokens)
         for _ in range(3):
-            poison(session.cache, 0 if attention == "mask" else np.nan)  # the mask variant reads rows that are not live
+            spoil(session.cache, 0 if attention == "mask" else np.nan)  # the mask variant reads rows that are not live
             rows = [[random.randrange(3, vocab) for _ in range(random.randint(1, 9))] for _ in tokens]
             parents = [random_parents(random, len(row)) for row in rows]
             found = session.verify(rows, parents)
@@ -70,16 +82,16 @@ def test_a_tree_gives_the_logits_of_its_paths_and_a_path_stays(name: str, attent
                 for index in range(len(row)):
                     path = path_to(parents[slot], index)
                     [expected] = plain.prefill([[*tokens[slot], *(row[place] for place in path)]])
-                    assert_close(found[slot, index], expected)
+                    assert_close(found[slot, index], expected, tolerance=same)
                 paths.append(path_to(parents[slot], random.randrange(len(row)))[: random.randint(0, len(row))])
                 tokens[slot] += [row[place] for place in paths[-1]]
             session.accept(paths=paths)
             assert [list(session.tokens(slot)) for slot in range(3)] == tokens
             assert session.cache.host_kv_cache_lengths == tuple(map(len, tokens))
-        poison(session.cache, 0 if attention == "mask" else np.nan)
+        spoil(session.cache, 0 if attention == "mask" else np.nan)
         following = session.decode([3, 4, 5])
         for slot, row in enumerate(tokens):
-            assert_close(following[slot], plain.prefill([[*row, 3 + slot]])[0])
+            assert_close(following[slot], plain.prefill([[*row, 3 + slot]])[0], tolerance=same)
 
 
 def test_a_tree_of_64_tokens() -> None:

@@ -17,8 +17,8 @@ from trt_kvcache.kernels import AnyCompactionPlan, KVLayerInfos
 from trt_kvcache.kernels.kv_kernels import compact_layers_kernel, instantiate_layers_kernel, save_layers_kernel
 from trt_kvcache.kernels.layer_views import SAVED_NDIM
 from trt_kvcache.kernels.scale_views import saved_scales, scale_infos, single_scales
+from trt_kvcache.kernels.token_path_kernels import keep_paths_kernel
 from trt_kvcache.memory.base import Allocation, Array
-from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -110,15 +110,10 @@ class KVLayers:
         for infos in self.infos:
             compact_layers_kernel(infos, plan, stream)
 
-    def keep_paths(self, starts: Sequence[int], paths: Sequence[Sequence[int]], *, stream: Any) -> None:
-        """Move the rows at the ascending indices ``paths`` after ``starts`` of each slot to directly after ``starts``."""
-        memory = self._memory
-        assert isinstance(memory, HostMemory)
-        for view in self._layers_and_scales:
-            rows = memory.array(view)
-            for slot, (start, path) in enumerate(zip(starts, paths, strict=True)):
-                moved = rows[slot, :, :, [start + index for index in path]]
-                rows[slot, :, :, start : start + len(path)] = np.moveaxis(moved, 0, 2)
+    def keep_paths(self, starts: DeviceTensor, paths: DeviceTensor, counts: DeviceTensor, *, stream: Any) -> None:
+        """Move the rows at the indices ``paths`` after ``starts`` of each slot to directly after ``starts``."""
+        for infos in self.infos:
+            keep_paths_kernel(infos, starts, paths, counts, stream)
 
     # --- copies within the memory of the cache: one launch for each of `infos` ---
 

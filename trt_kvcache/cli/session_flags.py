@@ -15,8 +15,8 @@ from trt_kvcache.cli.option_groups import Changed, choice, logits_per_slot
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
 from trt_kvcache.engine.attention_variants import AttentionSetting
-from trt_kvcache.engine.step_ancestors import MAX_TREE_TOKENS
 from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.session.model_headers import model_headers
 from trt_kvcache.session.model_location import NEEDED_FILES, locate_adapter, locate_model
 from trt_kvcache.session.session import InferenceSession

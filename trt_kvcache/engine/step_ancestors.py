@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
-
-#: Most tokens of a tree, the root included: a bit each.
-MAX_TREE_TOKENS = 64
 
 
 class StepAncestors:

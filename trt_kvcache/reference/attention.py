@@ -116,6 +116,7 @@ class CombinedAttention:
         cos_sin: DeviceTensor | None,
         cache: DeviceTensor,
         start: DeviceTensor,
+        positions: StepPositions,
         workspace: AttentionWorkspace,
         stream: Any,
         *,
@@ -125,6 +126,7 @@ class CombinedAttention:
     ) -> None:
         self._mixer = mixer
         self._cos_sin = cos_sin
+        self._positions = positions
         self._workspace = workspace
         self._cache = cache
         self._start = start
@@ -154,6 +156,7 @@ class CombinedAttention:
             window=self._mixer.window or 0,
             softcap=self._mixer.softcap or 0.0,
             sinks=self._sinks,
+            ancestors=self._positions.ancestors,
         )
         attend_kernel(call, self._workspace, self._stream)
         mixed: Float32 = memory.array(queries)

@@ -175,7 +175,7 @@ class ReferenceEngine(DecoderEngine):
             hidden_layers=hidden_layers,
             rows_dtype="float32",
             adapters=adapters,
-            takes_trees=attention != "plugin",
+            takes_trees=True,
         )
         self._updates = () if adapters is None else load_updates(adapters, checkpoint.config, self._dtype)
         self._rows = None if self.embeddings is None else memory.array(self.embeddings.table)
@@ -348,7 +348,16 @@ class ReferenceEngine(DecoderEngine):
                 cos_sin, workspace, bound_sinks = self._combined[index]
                 scales = step.scales[index] if step.scales else None
                 attention = CombinedAttention(
-                    mixer, cos_sin, cache[0], step.start, workspace, stream, kv_scales=scales, sinks=bound_sinks, dtype=self._dtype
+                    mixer,
+                    cos_sin,
+                    cache[0],
+                    step.start,
+                    positions,
+                    workspace,
+                    stream,
+                    kv_scales=scales,
+                    sinks=bound_sinks,
+                    dtype=self._dtype,
                 )
             else:
                 key = _rope_key(mixer)

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trt_kvcache.engine.decoder_profiles import VERIFY_WIDTH
-from trt_kvcache.engine.step_ancestors import MAX_TREE_TOKENS
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.generation.drafter import DraftedSequence, Drafter
 from trt_kvcache.generation.request import Request
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.hidden_states import downloaded
 from trt_kvcache.session.runner import Runner

@@ -24,6 +24,7 @@ from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
 from trt_kvcache.session.hidden_states import HiddenInputs, HiddenStates
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import Rows, StepPlan
+from trt_kvcache.session.token_paths import TokenPaths
 
 
 class _States(Enum):
@@ -77,12 +78,17 @@ class Runner:
             has_states=self.has_states,
         )
         inputs, outputs = getattr(engine, "hidden_inputs", None), getattr(engine, "hidden_states", None)
+        #: Hidden states that a draft head reads beside its tokens; None for other models.
+        self.hidden_inputs: HiddenInputs | None = None
+        #: Hidden states of each token in the cache, for a draft head; None if the engine was opened without them.
+        self.hidden_states: HiddenStates | None = None
+        self._paths: TokenPaths | None = None
         with ExitStack() as undo:
-            undo.callback(self._buffers.close)
-            #: Hidden states that a draft head reads beside its tokens; None for other models.
+            undo.callback(self.close)
             self.hidden_inputs = HiddenInputs.of(inputs, outputs, cache)
-            #: Hidden states of each token in the cache, for a draft head; None if the engine was opened without them.
             self.hidden_states = HiddenStates.of(outputs if inputs is None else None, cache)
+            if self.takes_trees:
+                self._paths = TokenPaths(cache.memory, max_slots=cache.max_batch_size)
             undo.pop_all()
 
     @property
@@ -253,8 +259,10 @@ class Runner:
     def commit_paths(self, starts: Sequence[int], paths: Rows) -> None:
         """Commit the tokens of the last enqueue at the indices ``paths``, after ``starts`` tokens of each slot. Does not wait."""
         if any(path[-1] >= len(path) for path in paths if path):  # not the first rows
+            assert self._paths is not None
             if self.cache.kv_layers is not None:
-                self.cache.kv_layers.keep_paths(starts, paths, stream=self.stream)
+                on_device = self._paths.write(paths, stream=self.stream)
+                self.cache.kv_layers.keep_paths(self.cache.kv_cache_lengths, *on_device, stream=self.stream)
             if self.hidden_states is not None:
                 self.hidden_states.keep_paths(starts, paths, stream=self.stream)
         self.commit(tuple(map(len, paths)))
@@ -297,7 +305,7 @@ class Runner:
 
     def close(self) -> None:
         """Release the buffers. Idempotent."""
-        for owner in (self._buffers, self.hidden_states, self.hidden_inputs):
+        for owner in (self._buffers, self.hidden_states, self.hidden_inputs, self._paths):
             if owner is not None:
                 owner.close()
 

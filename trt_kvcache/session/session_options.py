@@ -17,8 +17,8 @@ from trt_kvcache.dtypes import MODEL_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, AttentionName, AttentionSetting
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
-from trt_kvcache.engine.step_ancestors import MAX_TREE_TOKENS
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -117,9 +117,9 @@ class SessionOptions:
         as for ``"mtp"``. The engine of the large model must return the logits of several tokens per
         slot, as an engine does that is opened from a model folder. Off if left out.
     draft_tree : int, optional
-        Most tokens of a draft that is a tree, from 2 to 64, with the token before it. A tree proposes several tokens for a
-        position, so more tokens are accepted in a step that verifies more of them. For ``draft`` with the path of a small model or an EAGLE-3 head. Not with TensorRT, which
-        ``"auto"`` then leaves out, and not for a model with recurrent states. Drafts are chains if left out.
+        Most tokens of a draft that is a tree, from 2 to 64, with the token before it. A tree proposes several tokens for a position, so
+        more tokens are accepted in a step that verifies more of them. For ``draft`` with the path of a small model or of an EAGLE-3 head.
+        Not with TensorRT, which ``"auto"`` then leaves out, and not for a model with recurrent states. Drafts are chains if left out.
     prefill_chunk : int
         Chunked prefill: most prompt tokens that a ``step`` runs together with requests that decode, so that these do not wait for a long
         prompt. A smaller number makes the time between tokens more even, a larger one the first token of a long prompt earlier. Without

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range
-from trt_kvcache.engine.step_ancestors import MAX_TREE_TOKENS
 from trt_kvcache.errors import RangeError, ShapeError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.session.step_plan import Rows, StepPlan
 
 
