@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class ModelDrafter:
     """Generates drafts with a small model. It owns the parts of a session, with a slot for each slot of the large model.
 
-    It samples with the random numbers of each request, so that both models often choose the same token. ``tree_tokens``: most tokens of a
-    draft that is a tree; 0 for chains.
+    It samples with the random numbers of each request, so that both models often choose the same token. ``tree_tokens``: 0 for chains.
     """
 
     def __init__(self, parts: SessionParts, *, vocab_size: int, tree_tokens: int = 0) -> None:
