@@ -1,5 +1,5 @@
 // K/V of batch slots: capture (save), restore (instantiate) and compact, for all layers of a head-dim group in one
-// launch. Launched by trt_kvcache/kernels/kv_kernels.py.
+// launch. Launched by trt_kvcache/kernels/kv_kernels.py; keep_paths by token_path_kernels.py.
 //
 // Rows (one token of one head, or the scales of four) are multiples of 16 bytes and start at multiples of 16 bytes, so
 // whatever the dtype, vectors of 16 bytes are moved. Grid: x along the rows of a head, y over K and V of all heads, z
@@ -21,9 +21,11 @@ struct LayerHead {
     KVLayer layer;
     long long kv, head;  // kv: 0 for K, 1 for V
 
-    __device__ __forceinline__ explicit LayerHead(const KVLayer* layers) : layer(layers[blockIdx.z]) {
-        kv = blockIdx.y / layer.num_kv_heads;
-        head = blockIdx.y % layer.num_kv_heads;
+    __device__ __forceinline__ explicit LayerHead(const KVLayer* layers) : LayerHead(layers, blockIdx.y) {}
+    // `index`: of K of each head, then of V.
+    __device__ __forceinline__ LayerHead(const KVLayer* layers, long long index) : layer(layers[blockIdx.z]) {
+        kv = index / layer.num_kv_heads;
+        head = index % layer.num_kv_heads;
     }
     // False where the layer has fewer heads than the grid.
     __device__ __forceinline__ bool exists() const { return kv < 2; }
@@ -114,4 +116,52 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (!head.exists()) return;
     compact(head, read_mapping(mapping, lengths, old_batch, head.layer.max_sequence_length, tokens_per_row),
             row_nbytes);
+}
+
+// Tokens of a tree, at most. trt_kvcache/kernels/token_tree.py has the same number.
+constexpr int kMaxTreeTokens = 64;
+
+// Moves the vectors of a path to the front of the new tokens, in order. `tokens`: the vector of the first new token, of
+// which there is room for `room`. A token only moves down: so what is overwritten has been moved, or is no token of
+// the path.
+template <class Vector>
+__device__ __forceinline__ void keep_path(unsigned char* tokens, long long token_nbytes, long long room,
+                                          const int* path, int count) {
+    for (int first = 0; first < count; first += kInFlight) {
+        Vector vectors[kInFlight] = {};
+        bool moves[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; i++) {
+            const int token = first + i < count ? path[first + i] : 0;
+            moves[i] = first + i < token && token < room;
+            if (moves[i]) vectors[i] = *reinterpret_cast<const Vector*>(tokens + token * token_nbytes);
+        }
+#pragma unroll
+        for (int i = 0; i < kInFlight; i++) {
+            if (moves[i]) *reinterpret_cast<Vector*>(tokens + (first + i) * token_nbytes) = vectors[i];
+        }
+    }
+}
+
+// The accepted path of each slot: token starts[slot] + paths[slot][i] moves to starts[slot] + i, for i < counts[slot].
+// int32 [slots], and [slots, kMaxTreeTokens] of paths. A row has one token, or scales of `tokens_per_row`. A thread owns
+// a vector of all tokens of a head. Grid: x over vectors of a token in K and V of all heads, y over slots, z over layers.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    keep_paths(const KVLayer* layers, long long row_nbytes, long long tokens_per_row, const int* starts,
+               const int* paths, const int* counts) {
+    const bool has_vectors = tokens_per_row == 1;
+    const long long token_nbytes = row_nbytes / tokens_per_row, vector_nbytes = has_vectors ? 16 : 4,
+                    vectors = token_nbytes / vector_nbytes,
+                    x = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const LayerHead head(layers, x / vectors);
+    const int slot = static_cast<int>(blockIdx.y), start = starts[slot], count = min(counts[slot], kMaxTreeTokens);
+    if (!head.exists() || start < 0) return;
+    unsigned char* const tokens = head.in_slot(slot, row_nbytes) + start * token_nbytes + x % vectors * vector_nbytes;
+    const long long room = head.layer.max_sequence_length * tokens_per_row - start;
+    const int* const path = paths + slot * kMaxTreeTokens;
+    if (has_vectors) {
+        keep_path<uint4>(tokens, token_nbytes, room, path, count);
+    } else {
+        keep_path<unsigned>(tokens, token_nbytes, room, path, count);
+    }
 }

@@ -80,6 +80,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
         ThreadError as ThreadError,
     )
     from trt_kvcache.generation.chat_prompt import ChatPrompt as ChatPrompt
+    from trt_kvcache.generation.draft_tree import DraftTree as DraftTree
     from trt_kvcache.generation.drafter import DraftedSequence as DraftedSequence, Drafter as Drafter
     from trt_kvcache.generation.prompt_score import PromptScore as PromptScore, perplexity as perplexity
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
@@ -143,6 +144,7 @@ _MODULE_OF = {
     "CustomOp": "ops.custom_op",
     "DTypeError": "errors",
     "DeviceTensor": "memory.tensor",
+    "DraftTree": "generation.draft_tree",
     "DraftedSequence": "generation.drafter",
     "Drafter": "generation.drafter",
     "EmbeddingOp": "ops.embedding_op",

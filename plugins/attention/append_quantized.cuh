@@ -43,7 +43,7 @@ __device__ __forceinline__ void quantize_row(Quantized, const LaneWords& row, un
 template <class Quantized>
 __device__ __forceinline__ void append_quantized(Quantized, const unsigned char* key, const unsigned char* value,
                                                  unsigned char* keys, unsigned char* values, const KVScales& scales,
-                                                 int slot, int kv_head, int position, RopeAngles angles) {
+                                                 int slot, int kv_head, int cache_row, RopeAngles angles) {
     const int lane = threadIdx.x % 32;
     LaneWords k, v;
 #pragma unroll
@@ -53,6 +53,6 @@ __device__ __forceinline__ void append_quantized(Quantized, const unsigned char*
         k[i] = apply_rope(reinterpret_cast<const unsigned*>(key), word, angles);
         v[i] = reinterpret_cast<const unsigned*>(value)[word];
     }
-    quantize_row(Quantized{}, k, keys, scales.of(slot, 0, kv_head, position), scales.per_token);
-    quantize_row(Quantized{}, v, values, scales.of(slot, 1, kv_head, position), scales.per_token);
+    quantize_row(Quantized{}, k, keys, scales.of(slot, 0, kv_head, cache_row), scales.per_token);
+    quantize_row(Quantized{}, v, values, scales.of(slot, 1, kv_head, cache_row), scales.per_token);
 }

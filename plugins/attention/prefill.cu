@@ -10,7 +10,16 @@
 #include "attention/append_quantized.cuh"
 #include "attention/prefill.cuh"
 
-// Parameters of a quantized cache, after the others.
+// Parameters of trees of draft tokens and of a quantized cache, after the others.
+#ifdef TREE
+#define TREE_PARAMETER , const unsigned long long* ancestors
+#define TOKEN_TREE {ancestors}
+#else
+#define TREE_PARAMETER
+#define TOKEN_TREE \
+    { \
+    }
+#endif
 #ifdef STORED
 #define SCALE_PARAMETERS \
     , float *scales, long long scales_slot_stride, long long scales_kv_stride, long long scales_head_stride, \
@@ -32,19 +41,20 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
                      long long k_token_stride, long long v_token_stride, unsigned char* cache, long long slot_stride,
                      long long kv_stride, long long max_sequence_length, const int* lengths, const int* new_lengths,
                      const float* cos_sin, long long rotary_dim, long long width,
-                     long long num_kv_heads SCALE_PARAMETERS) {
+                     long long num_kv_heads TREE_PARAMETER SCALE_PARAMETERS) {
     grid_dependency_wait();
+    const TokenTree tree TOKEN_TREE;
     if constexpr (kQuantized) {
         const long long slot = blockIdx.y,
                         row = (static_cast<long long>(blockIdx.x) * kAppendThreads + threadIdx.x) / 32;
         const int token = static_cast<int>(row / num_kv_heads), kv_head = static_cast<int>(row % num_kv_heads);
         if (token >= count_new_tokens(lengths, new_lengths, slot, width, max_sequence_length)) return;
-        const int position = lengths[slot] + token;
+        const int past = lengths[slot], cache_row = past + token;
         const unsigned char* const key = k + slot * k_stride + token * k_token_stride + kv_head * kRowBytes;
         const unsigned char* const value = v + slot * v_stride + token * v_token_stride + kv_head * kRowBytes;
-        unsigned char* const to = cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kHeadDim;
+        unsigned char* const to = cache + slot * slot_stride + (kv_head * max_sequence_length + cache_row) * kHeadDim;
         append_quantized(Stored{}, key, value, to, to + kv_stride, KVScales SCALES, static_cast<int>(slot), kv_head,
-                         position, RopeAngles(cos_sin, rotary_dim, position));
+                         cache_row, RopeAngles(cos_sin, rotary_dim, tree.position(past, slot, width, token)));
         grid_dependents_may_launch();
         return;
     }
@@ -52,14 +62,14 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
     const int chunk = static_cast<int>(x % kRowChunks), token = static_cast<int>(x / (kRowChunks * num_kv_heads));
     const long long kv_head = x / kRowChunks % num_kv_heads;
     if (token >= count_new_tokens(lengths, new_lengths, slot, width, max_sequence_length)) return;
-    const int position = lengths[slot] + token;
+    const int past = lengths[slot], cache_row = past + token;
     const unsigned char* key = k + slot * k_stride + token * k_token_stride + kv_head * kRowBytes;
     const unsigned char* value = v + slot * v_stride + token * v_token_stride + kv_head * kRowBytes;
     unsigned char* to =
-        cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kRowBytes + 16 * chunk;
+        cache + slot * slot_stride + (kv_head * max_sequence_length + cache_row) * kRowBytes + 16 * chunk;
     const int rotary = static_cast<int>(rotary_dim);
-    const uint4 rotated =
-        rotated_chunk(reinterpret_cast<const uint4*>(key), chunk, rotary, RopeAngles(cos_sin, rotary, position));
+    const uint4 rotated = rotated_chunk(reinterpret_cast<const uint4*>(key), chunk, rotary,
+                                        RopeAngles(cos_sin, rotary, tree.position(past, slot, width, token)));
     *reinterpret_cast<uint4*>(to) = rotated;
     *reinterpret_cast<uint4*>(to + kv_stride) = reinterpret_cast<const uint4*>(value)[chunk];
     grid_dependents_may_launch();  // at the end: its blocks would take the place of blocks of this launch
@@ -73,13 +83,13 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
     long long q_stride, long long q_token_stride, const unsigned char *k, long long k_stride, \
     long long k_token_stride, const unsigned char *v, long long v_stride, long long v_token_stride, \
     const float *cos_sin, long long rotary_dim, double factor, double inverse_softcap, const float *sinks, \
-    unsigned char *out, float4 *partials SCALE_PARAMETERS
+    unsigned char *out, float4 *partials TREE_PARAMETER SCALE_PARAMETERS
 #define ARGUMENTS \
     {lengths, new_lengths, static_cast<int>(max_sequence_length), static_cast<int>(min(window, 0x7FFFFFFFLL)), \
      static_cast<int>(batch_size), static_cast<int>(num_kv_heads), static_cast<int>(group_size), \
      static_cast<int>(width), static_cast<int>(row_blocks), static_cast<int>(order), cache, slot_stride, kv_stride, \
      q, q_stride, q_token_stride, k, k_stride, k_token_stride, v, v_stride, v_token_stride, cos_sin, \
-     static_cast<int>(rotary_dim), {factor, inverse_softcap}, {sinks}, out, partials, SCALES}
+     static_cast<int>(rotary_dim), {factor, inverse_softcap}, {sinks}, out, partials, TOKEN_TREE, SCALES}
 // clang-format on
 
 extern "C" __global__ void __launch_bounds__(32 * kColumnWarps * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16)

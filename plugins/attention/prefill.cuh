@@ -88,10 +88,10 @@ struct Prefill {
         const PrefillParams& params;
         const unsigned char* const queries;
         const bool has_token_scales;
-        const int span;               // tokens that a row sees, at most
-        int positions[kRowTiles][2];  // of this lane's rows
-        // Of the rows that are computed together: the first one, and positions of the first and of the last live one.
-        // The last position is -1 if none is live.
+        const int span;                 // tokens that a row sees, at most
+        RowPlace places[kRowTiles][2];  // of this lane's rows
+        // Of the rows that are computed together: the first one; the last key that all of them attend to, but for
+        // windows; and the last key that one of them may attend to, -1 if none is live.
         int group_row, group_first, group_last;
 
         __device__ __forceinline__ Steps(Output& output, Ring& ring, const Work& work, const PrefillParams& params,
@@ -106,12 +106,13 @@ struct Prefill {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int row = row_warp() * kWarpRows + 16 * m + 8 * i + lane / 4;
-                    positions[m][i] = rows.past + rows.token_of(params, row);
+                    places[m][i].load(params.tree, rows.past, rows.slot, params.width, rows.token_of(params, row),
+                                      rows.count);
                 }
             }
             group_row = row_warp() * kWarpRows / kGroupRows * kGroupRows;
             const int live = min(kGroupRows, rows.rows - group_row);
-            group_first = rows.past + rows.token_of(params, group_row);
+            group_first = kTree ? rows.past - 1 : rows.past + rows.token_of(params, group_row);
             group_last = live > 0 ? rows.past + rows.token_of(params, group_row + live - 1) : -1;
         }
 
@@ -235,16 +236,22 @@ struct Prefill {
         __device__ __forceinline__ bool sees(const Keys& keys) const {
             return keys.first <= group_last && keys.first < keys.end && keys.first + kWarpKeys > group_first - span + 1;
         }
+        // Of this lane's rows. In a chain it is that of the last row.
+        __device__ __forceinline__ int last_position() const {
+            int last = places[kRowTiles - 1][1].position;
+#pragma unroll
+            for (int i = 0; i < 2 * kRowTiles && kTree; i++) last = max(last, places[i / 2][i % 2].position);
+            return last;
+        }
         // Turns scores into probabilities, in place. scales: of the keys. With kScoresAhead, returns true if the caller
         // must multiply the output by row_scales.
         __device__ __forceinline__ bool to_probabilities(Scores& scores, const Keys& keys, const float* scales,
                                                          typename Output::RowScales& row_scales) const {
             if (has_token_scales) scores.apply_key_scales(scales);
             scores.apply_softcap(params.score);
-            const bool needs_mask =
-                keys.first + kWarpKeys - 1 > group_first || keys.first <= positions[kRowTiles - 1][1] - span;
+            const bool needs_mask = keys.first + kWarpKeys - 1 > group_first || keys.first <= last_position() - span;
             if (needs_mask || keys.first + kWarpKeys > keys.end)
-                scores.apply_mask(positions, keys.first, keys.end, span);
+                scores.apply_mask(places, keys.first, work.rows.past, keys.end, span);
             return output.template update_softmax<kScoresAhead>(scores, params.score.factor, row_scales);
         }
     };

@@ -75,7 +75,7 @@ struct PrefillNewRows {
                 if (row >= rows.rows) continue;
                 const int token = rows.token_of(params, row), head = rows.head_of(params, row, token);
                 loaded[i].load(pairs, x % kPairs, source + token * params.q_token_stride + head * kRowBytes,
-                               RopeAngles(params.cos_sin, params.rotary_dim, rows.past + token));
+                               RopeAngles(params.cos_sin, params.rotary_dim, rows.position_of(params, token)));
             }
         };
         load(0);
@@ -109,7 +109,7 @@ struct PrefillNewRows {
             const int row = x / kPairs, pair = x % kPairs;
             LoadedPair key, value;
             if (row < rows.count) {
-                const RopeAngles angles(params.cos_sin, params.rotary_dim, rows.past + row);
+                const RopeAngles angles(params.cos_sin, params.rotary_dim, rows.position_of(params, row));
                 const unsigned char* const source = keys + row * params.k_token_stride;
                 key.load(pairs, pair, source, angles);
                 value.load(pairs, pair, values + row * params.v_token_stride);
@@ -139,7 +139,7 @@ private:
 #pragma unroll 1
         for (int x = threadIdx.x; x < rows.rows * half; x += kThreads) {
             const int row = divide_small(x, half), word = x - row * half;
-            const RopeAngles angles(params.cos_sin, params.rotary_dim, rows.past + rows.token_of(params, row));
+            const RopeAngles angles(params.cos_sin, params.rotary_dim, rows.position_of_row(params, row));
             rotate_in_tile<typename Tiles::QueryLayout>(queries, row, word, half, angles.cosine(word),
                                                         angles.sine(word));
         }

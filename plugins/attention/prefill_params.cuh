@@ -4,6 +4,7 @@
 #include "attention/config.cuh"
 #include "attention/sinks.cuh"
 #include "attention/softmax_state.cuh"
+#include "attention/token_tree.cuh"
 
 // Several blocks may share a row block; or one block has each. trt_kvcache/kernels/prefill_plan.py has the same
 // numbers.
@@ -41,6 +42,7 @@ struct PrefillParams {
     AttentionSinks sinks;
     unsigned char* out;     // as q, contiguous
     float4* partials;       // the workspace: see SplitKVReduce
+    TokenTree tree;         // of the new tokens
     KVScales scales;        // of a quantized cache
     float value_scale = 1;  // what output is multiplied with
 

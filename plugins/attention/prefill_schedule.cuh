@@ -38,7 +38,8 @@ struct RowBlock {
         rows = max(min(kBlockRows, count * params.group_size - first_row), 0);
         first_token = first_row > 0 ? divide(first_row, params.group_size) : 0;
         first_head = first_row - first_token * params.group_size;
-        const int first_key = params.window > 0 ? max(0, past + first_token - (params.window - 1)) : 0;
+        // any token of a tree may have no ancestors
+        const int first_key = params.window > 0 ? max(0, past + (kTree ? 0 : first_token) - (params.window - 1)) : 0;
         keys_end = kAppends ? past : past + token_of(params, max(rows, 1) - 1) + 1;
         first_tile = first_key / kTileKeys;
         num_tiles = rows > 0 ? max((keys_end + kTileKeys - 1) / kTileKeys - first_tile, 0) + kAppends : 0;
@@ -49,6 +50,13 @@ struct RowBlock {
     }
     __device__ __forceinline__ int head_of(const PrefillParams& params, int row, int token) const {
         return first_head + row - (token - first_token) * params.group_size;
+    }
+    __device__ __forceinline__ int position_of(const PrefillParams& params, int token) const {
+        return params.tree.position(past, slot, params.width, token);
+    }
+    // Written so that the machine code without trees adds the token to the past, not the other way round.
+    __device__ __forceinline__ int position_of_row(const PrefillParams& params, int row) const {
+        return kTree ? position_of(params, token_of(params, row)) : past + token_of(params, row);
     }
     // The row block of another lane.
     __device__ __forceinline__ RowBlock of_lane(int lane) const {

@@ -5,6 +5,7 @@
 #include "attention/softmax_state.cuh"
 #include "attention/swizzle.cuh"
 #include "attention/thread_barrier.cuh"
+#include "attention/token_tree.cuh"
 #include "attention/warpgroup.cuh"
 
 // Tiles: PrefillTiles, whose layouts queries and keys have.
@@ -122,10 +123,10 @@ struct PrefillScores {
         }
     }
 
-    // Causal, and within the window. positions: of this lane's two rows in each row tile; first_key: of the warp's part
-    // of the tile; there are no keys from keys_end on.
-    __device__ __forceinline__ void apply_mask(const int (&positions)[kRowTiles][2], int first_key, int keys_end,
-                                               int span) {
+    // Causal, and within the window. places: of this lane's two rows in each row tile; first_key: of the warp's part of
+    // the tile; past: the first key of a new token; there are no keys from keys_end on.
+    __device__ __forceinline__ void apply_mask(const RowPlace (&places)[kRowTiles][2], int first_key, int past,
+                                               int keys_end, int span) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
@@ -133,7 +134,8 @@ struct PrefillScores {
             for (int j = 0; j < kWarpKeys / 8; j++) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const int key = first_key + 8 * j + lane % 4 * 2 + e % 2, distance = positions[m][e / 2] - key;
+                    const int key = first_key + 8 * j + lane % 4 * 2 + e % 2;
+                    const int distance = places[m][e / 2].distance_to(key, past);
                     if (distance < 0 || distance >= span || key >= keys_end) fragments[m][j][e] = kMaskedScore;
                 }
             }

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.assertions import raises
 from trt_kvcache import SamplingParams
 from trt_kvcache.errors import EngineError, KVCacheError
+from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.generation.request import Choice, Request
 from trt_kvcache.generation.verify_sampler import VerifySampler
 
@@ -43,14 +44,14 @@ class Scene:
 
     def step(self, logits: Any, drafts: list[list[int] | None]) -> list[list[Choice]]:
         positions = [
-            None if draft is None else request.positions(len(draft) + 1)
+            None if draft is None else request.positions(range(len(draft) + 1))
             for request, draft in zip(self.requests[: len(drafts)], drafts, strict=True)
         ]
         count, width = logits.shape[:2]
         on_device = self.memory.to_device(logits.reshape(count * width, VOCAB), stream=self.stream)
         sampled = self.sampler.choose(on_device, positions, width, stream=self.stream)
         return [
-            [] if draft is None else request.receive_verified(found, draft, room=WIDTH)
+            [] if draft is None else request.receive_verified(found, DraftTree.chain(draft), room=WIDTH).choices
             for request, found, draft in zip(self.requests[: len(drafts)], sampled, drafts, strict=True)
         ]
 
@@ -61,7 +62,7 @@ def scene(memory: Any, stream: Any) -> Scene:
 
 
 def on_host(request: Request, logits: Any, draft: list[int]) -> list[Choice]:
-    return request.choose_verified(logits[: len(draft) + 1], draft, room=WIDTH, waits=True)
+    return request.choose_verified(logits[: len(draft) + 1], DraftTree.chain(draft), room=WIDTH, waits=True).choices
 
 
 def same(found: list[Choice], expected: list[Choice]) -> None:

@@ -18,7 +18,9 @@ from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager,
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine.step_ancestors import StepAncestors
 from trt_kvcache.errors import KVCacheError
+from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.generation.drafter import DraftedSequence
 
 VOCAB = 263
@@ -148,7 +150,7 @@ Step = namedtuple("Step", "profile input_ids start last bound shapes")
 class RecordingEngine:
     """Follows the engine protocol to the letter, writes every call down, and hashes the tokens that it finds in the cache."""
 
-    def __init__(self, kv, memory, *, names=DEFAULT_NAMES, profiles=None, **options):
+    def __init__(self, kv, memory, *, names=DEFAULT_NAMES, profiles=None, trees=False, **options):
         self.tensors = engine_tensors(kv, names, **options)
         self.profiles = two_profiles(kv.max_batch_size, 4) if profiles is None else list(profiles)
         self.memory = memory
@@ -157,6 +159,7 @@ class RecordingEngine:
         self._names, self._kv, self._journal, self._combined = names, kv, memory.journal, options.get("combined", False)
         self._bound = [{} for _ in self.profiles]
         self._shapes = [{} for _ in self.profiles]
+        self.ancestors = StepAncestors(memory, max_slots=kv.max_batch_size) if trees else None
 
     def use_profile(self, index):
         with self._journal.call("use_profile", index):
@@ -188,6 +191,8 @@ class RecordingEngine:
 
     def close(self):
         self.closed += 1
+        if self.ancestors is not None:
+            self.ancestors.close()
 
     def _run(self):
         names, shapes = self._names, self._shapes[self._profile]
@@ -212,6 +217,7 @@ class RecordingEngine:
             )
         )
         logits = self._array(names.logits, (*chosen.shape, VOCAB))
+        sees = self._tree(slots, width)
         for layer in range(self._kv.num_layers):
             pairs = [names.combined_pair(layer)] if self._combined else names.cache_pairs(layer)
             sides = [self._in_place(before, after, shapes[before]) for before, after in pairs]
@@ -219,13 +225,22 @@ class RecordingEngine:
             for slot in range(slots):
                 rows, live = slice(start[slot], start[slot] + width), start[slot] + last[slot] + 1
                 k[slot, :, rows] = ids[slot][:, np.newaxis]
-                v[slot, :, rows] = layer + np.arange(rows.start, rows.stop)[:, np.newaxis]
+                v[slot, :, rows] = layer + start[slot] + sees[slot].sum(axis=-1)[:, np.newaxis] - 1  # the position
                 k[slot, :, live : rows.stop] = np.nan  # rows of padding hold whatever
                 seen = k[slot, 0, :live, 0]
                 assert (k[slot, :, :live] == seen[:, np.newaxis]).all(), "a row was lost"
-                assert (v[slot, :, :live] == layer + np.arange(live)[:, np.newaxis]).all(), "a row was moved"
+                past = slice(start[slot])
+                assert (v[slot, :, past] == layer + np.arange(start[slot])[:, np.newaxis]).all(), "a row was moved"
                 for place, index in enumerate(chosen[slot]):
-                    logits[slot, place] = logits_after(seen[: start[slot] + index + 1])
+                    logits[slot, place] = logits_after([*seen[past], *seen[rows][: index + 1][sees[slot, index, : index + 1]]])
+
+    def _tree(self, slots, width):
+        """Return the new tokens that each new token sees, bool [slots, width, width]."""
+        if self.ancestors is None or not self.ancestors.in_use:
+            return np.broadcast_to(np.tri(width, dtype=bool), (slots, width, width))
+        bits = self.memory.array(self.ancestors.of_step(slots, width))
+        assert (bits >> np.arange(width) & 1).all(), "a token does not see itself"
+        return (bits[:, :, np.newaxis] >> np.arange(width) & 1).astype(bool)
 
     def _array(self, name, shape):
         tensor = self._bound[self._profile][name]
@@ -288,17 +303,36 @@ class Drafter:
         self.truth, self.right, self.random, self.vocab_size = truth, right, Random(seed), vocab_size
         self.calls: list[list[tuple[int, ...]]] = []
 
-    def propose(self, sequences: Sequence[DraftedSequence]) -> list[list[int]]:
+    def propose(self, sequences: Sequence[DraftedSequence]) -> list[Any]:
         drafts = [self._draft(one) for one in sequences]
-        self.calls.append([tuple(draft) for draft in drafts])
+        self.calls.append([tuple(draft.tokens if isinstance(draft, DraftTree) else draft) for draft in drafts])
         return drafts
 
-    def _draft(self, sequence: DraftedSequence) -> list[int]:
+    def _draft(self, sequence: DraftedSequence) -> Any:
         assert sequence.limit >= 1
         count = sequence.limit if self.right == 1 else self.random.randint(0, sequence.limit)
         known = self.truth(sequence, count)
         known += [0] * (count - len(known) if self.right < 1 else 0)
         return [token if self.random.random() < self.right else (token + 1) % self.vocab_size for token in known]
+
+
+class TreeDrafter(Drafter):
+    """Proposes trees: each token of the path that will follow is among the children with a probability, beside wrong ones, in any order."""
+
+    def _draft(self, sequence: DraftedSequence) -> DraftTree:
+        path, nodes = [-1], list[tuple[int, int]]()  # token and parent
+        assert sequence.tree_limit >= sequence.limit
+        known = self.truth(sequence, sequence.limit)
+        for token in known:
+            is_right = self.random.random() < self.right
+            children = self.random.sample(range(self.vocab_size), self.random.randint(0, 2)) + [token] * is_right
+            self.random.shuffle(children)
+            nodes += [(child, path[-1]) for child in children]
+            nodes += [(self.random.randrange(self.vocab_size), self.random.randrange(len(nodes))) for _ in range(bool(nodes) and 1)]
+            if token not in children:
+                break
+            path.append(nodes.index((token, path[-1])))
+        return DraftTree([token for token, _ in nodes], [parent for _, parent in nodes])
 
 
 def chosen(sequence: DraftedSequence, count: int) -> list[int]:

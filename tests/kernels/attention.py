@@ -40,6 +40,7 @@ class Case:
     scales: str = "token"  # of a quantized cache; or "head"
     sinks: float | None = None  # what attention sinks are added to; None: there are none
     shared: bool = False  # the new rows are in the cache already, and k and v are None
+    tree: str | None = None  # a name of PARENTS: the new tokens are such a tree of draft tokens
 
 
 def _apply_rope(row, angles):
@@ -48,6 +49,33 @@ def _apply_rope(row, angles):
     low, high = rotated[:half].copy(), rotated[half : 2 * half].copy()
     rotated[:half], rotated[half : 2 * half] = low * cos - high * sin, high * cos + low * sin
     return rotated.astype(row.dtype)
+
+
+#: Parents of tokens 1, 2, ... of trees, from a random generator and the number of tokens.
+PARENTS = {
+    "chain": lambda random, count: range(count - 1),
+    "star": lambda random, count: [0] * (count - 1),
+    "comb": lambda random, count: [(token - 1) // 2 * 2 for token in range(1, count)],
+    "random": lambda random, count: [int(random.integers(max(0, token - 5), token)) for token in range(1, count)],
+}
+
+
+def ancestors_of(parents):
+    """Return the masks of the tokens of a tree, as Python integers."""
+    masks = [1]
+    for token, parent in enumerate(parents, 1):
+        masks.append(masks[parent] | 1 << token)
+    return masks
+
+
+def _ancestors(case, random):
+    """Return int64 ``[B, s]`` of another tree for each slot; anything in rows of padding."""
+    masks = random.integers(-(2**63), 2**63, (len(case.lengths), case.width), np.int64)
+    for slot in range(len(masks)):
+        live = case.width if case.new is None else max(min(case.new[slot], case.width), 0)
+        tree = ancestors_of(PARENTS[case.tree](random, case.width))[:live]
+        masks[slot, :live] = np.array(tree, np.uint64).view(np.int64)
+    return masks
 
 
 def inputs(case, seed=0):
@@ -70,6 +98,8 @@ def inputs(case, seed=0):
         arrays["sinks"] = (case.sinks + random.standard_normal(heads)).astype(np.float32)
     if case.new is not None:
         arrays["new_lengths"] = np.array(case.new, np.int32)
+    if case.tree is not None:
+        arrays["ancestors"] = _ancestors(case, random)
     return arrays
 
 
@@ -94,28 +124,30 @@ def _store(case, cache, scales, place, row):
     cache[place] = stored(row, scales[place if case.scales == "token" else place[1:3]], case.kv_dtype)
 
 
-def _live_rows(case, cache, scales, slot, head, window):
-    """Return K and V of the tokens of a window, in float64."""
-    rows = cache[slot, :, head, window]
+def _live_rows(case, cache, scales, slot, head, seen):
+    """Return K and V of the rows in a list, in float64."""
+    rows = cache[slot, :, head][:, seen]
     if scales is not None:
-        rows = real(rows, scales[slot, :, head, window] if case.scales == "token" else scales[:, head, None])
+        rows = real(rows, scales[slot, :, head][:, seen] if case.scales == "token" else scales[:, head, None])
     return rows.astype(np.float64)
 
 
-def reference(case, q, k, v, cache, cos_sin=None, kv_scales=None, sinks=None, **_):
+def reference(case, q, k, v, cache, cos_sin=None, kv_scales=None, sinks=None, ancestors=None, **_):
     """Return what is in ``out`` (float64), in the cache and in the scales afterwards."""
     out, cache, scales = np.zeros(q.shape), cache.copy(), None if kv_scales is None else kv_scales.copy()
     angles = np.zeros((case.tokens, 2, 0)) if cos_sin is None else cos_sin
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     for slot, past in enumerate(case.lengths):
         new = case.width if case.new is None else min(case.new[slot], case.width)
-        for position in range(past, min(past + new, case.tokens)) if past >= 0 else ():
-            token = position - past
-            first = max(0, position - case.window + 1) if case.window else 0
+        for own in range(past, min(past + new, case.tokens)) if past >= 0 else ():
+            token = own - past
+            # The rows at positions 0, 1, ...: those before the call, and the path to the token.
+            seen = [*range(past), *(past + j for j in range(token + 1) if ancestors is None or int(ancestors[slot, token]) >> j & 1)]
+            position, seen = len(seen) - 1, seen[-case.window :]
             for head in range(case.kv_heads):
-                _store(case, cache, scales, (slot, 0, head, position), _apply_rope(k[slot, token, head], angles[position]))
-                _store(case, cache, scales, (slot, 1, head, position), v[slot, token, head])
-                keys, values = _live_rows(case, cache, scales, slot, head, slice(first, position + 1))
+                _store(case, cache, scales, (slot, 0, head, own), _apply_rope(k[slot, token, head], angles[position]))
+                _store(case, cache, scales, (slot, 1, head, own), v[slot, token, head])
+                keys, values = _live_rows(case, cache, scales, slot, head, seen)
                 for row in range(head * case.group, (head + 1) * case.group):
                     scores = keys @ _apply_rope(q[slot, token, row], angles[position]).astype(np.float64) * scale
                     if case.softcap:
@@ -264,6 +296,29 @@ FEW_CASES = {
     "sinks": Case(lengths=(37, 0), new=(8, 3), width=8, group=4, sinks=0.5, window=5),
     "sinks of few rows": Case(lengths=(149 - 7, 20, 0), width=2, group=3, head_dim=128, sinks=2.0),
     "sinks of many parts": Case(lengths=(1496,), kv_heads=2, width=4, tokens=1500, group=7, head_dim=128, sinks=3.0),
+}  # fmt: skip
+
+#: Trees of draft tokens.
+TREE_CASES = {
+    "a root alone": Case(lengths=(37, 0), tree="star", group=2),
+    "a few tokens": Case(lengths=(37, 0), width=5, tree="random", group=2),
+    "ragged": Case(lengths=(0, 63, 20, 130), new=(5, 17, 0, 1), width=17, tree="random", group=3, packed=True, layout="separate"),
+    "as many tokens as a mask has bits": Case(lengths=(64, 3), width=64, tree="random", kv_heads=1, group=2),
+    "a chain of 64": Case(lengths=(7,), width=64, tree="chain", kv_heads=1, window=40),
+    "several row blocks": Case(lengths=(70, 0), new=(40, 33), width=40, tree="random", group=8, head_dim=128, kv_heads=1, in_place=True),
+    "several row blocks of few tokens": Case(lengths=(400, 31), width=20, tokens=430, tree="random", group=8, head_dim=128, kv_heads=1),
+    "a window": Case(lengths=(100, 3), width=33, tree="random", window=20, head_dim=128, group=2, rotary_dim=24, kv_heads=1),
+    "a window that begins behind the first part": Case(lengths=(900,), width=16, tree="comb", tokens=1000, group=4, window=130, kv_heads=1),
+    "a window inside the tree": Case(lengths=(70, 20), width=30, tree="random", group=2, window=3, dtype="bfloat16", head_dim=80),
+    "a window of one": Case(lengths=(64, 0), width=9, tree="comb", window=1, group=8),
+    "a star": Case(lengths=(66,), width=20, tree="star", softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, group=2, sinks=4.0),
+    "out of bounds": Case(lengths=(148, 150, 10, -3, 20), new=(6, 6, 7, 5, -1), width=6, tree="comb"),
+    "a full cache": Case(lengths=(496, 498), width=8, tokens=500, tree="comb", kv_heads=1, head_dim=128, group=3),
+    "many parts": Case(lengths=(1000, 3, 400), new=(25, 1, 0), width=25, tokens=1100, tree="random", group=4, head_dim=128, kv_heads=1),
+    "small heads": Case(lengths=(9, 70), width=40, tree="random", head_dim=80, rotary_dim=32, dtype="bfloat16", window=30, sinks=0.5),
+    "heads of 256": Case(lengths=(140, 17), new=(14, 13), width=14, tree="random", group=4, head_dim=256, rotary_dim=64, in_place=True),
+    "heads of 512": Case(lengths=(100, 20), width=14, new=(14, 3), tree="comb", group=4, head_dim=512, rotary_dim=128, packed=True),
+    "a window of heads of 512": Case(lengths=(70, 0), width=40, new=(40, 33), tree="comb", kv_heads=1, head_dim=512, window=5, softcap=5.0),
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from trt_kvcache.kernels.sampling_kernels import ROW_THREADS
 from trt_kvcache.kernels.sampling_rows import ROW_PARAMS
 from trt_kvcache.kernels.sampling_workspace import MAX_BLOCKS_OF_ROW, ROW_WORKSPACE_NBYTES
 from trt_kvcache.kernels.source_variants import RECURRENT_SOURCES, variant_macros
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.kernels.token_weights import FRACTION_BITS, WEIGHT_BITS
 
 
@@ -46,7 +47,7 @@ def test_the_name_of_a_source_is_its_path():
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
     few_rows = (2 + 19 + 6) * len(ROW_COUNTS) + 2 + 17  # with weights in 16 bits, packed and in super-blocks; of experts, and packed ones
-    assert len(names) == len(set(names)) == 10 + 3 * 2 * (5 + 5 + 6) + 5 * len(RECURRENT_SOURCES) + few_rows
+    assert len(names) == len(set(names)) == 10 + 3 * 2 * (5 + 5 + 2 * 6) + 5 * len(RECURRENT_SOURCES) + few_rows
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -88,6 +89,7 @@ class TestBothSides:
             ("kMaxBlocksOfRow", MAX_BLOCKS_OF_ROW),
             ("kTileRows", TILE_ROWS),
             ("kMaxPairs", MAX_EXPERT_PAIRS),
+            ("kMaxTreeTokens", MAX_TREE_TOKENS),
             ("kFragmentInputs", FRAGMENT_INPUTS),
             ("kFractionBits", FRACTION_BITS),
             ("kWeightBits", WEIGHT_BITS),
@@ -121,6 +123,11 @@ def test_variants_have_the_macros_of_their_dtype_and_head_dim():
     macros = variant_macros("attention_decode-bfloat16-80", "sm_90")
     assert (macros["ELEMENT"], macros["HEAD_DIM"]) == ("BFloat16", "80")
     assert variant_macros("lengths", "sm_90") == {}
+
+
+def test_variants_for_trees_have_a_macro_of_their_own():
+    for name in ("attention_prefill-float16-64", "attention_prefill-float16-64-int8"):
+        assert variant_macros(f"{name}-tree", "sm_90") == {**variant_macros(name, "sm_90"), "TREE": "1"}
 
 
 def test_variants_have_the_macros_of_their_dtype_and_rows():

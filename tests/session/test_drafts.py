@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.checkpoint.tokenizer_folders import byte_level_folder, opened
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, journal, names
-from tests.helpers.recording import VOCAB, Drafter, cache_rows, chosen, logits_after, poison
+from tests.helpers.recording import VOCAB, Drafter, TreeDrafter, cache_rows, chosen, logits_after, poison
 from tests.helpers.sessions import ahead, by_prompt, damage_logits, drain, make, outcome, refuse
 from tests.session.every_logit import with_every_logit
 from tests.session.test_decode_steps import random_params
@@ -41,8 +41,12 @@ def open_session(
     return ahead(session) if on_device else session
 
 
-def drafter(right: float, seed: int = 0) -> Drafter:
-    return Drafter(chosen, right, seed=seed, vocab_size=VOCAB)
+def drafter(right: float, seed: int = 0, *, trees: bool = False) -> Drafter:
+    return (TreeDrafter if trees else Drafter)(chosen, right, seed=seed, vocab_size=VOCAB)
+
+
+#: Room of enqueues for trees.
+WIDE = {"trees": True, "width": 14, "logits": 14}
 
 
 def prompts_of(random: Random, limit: int) -> list[list[int]]:
@@ -81,43 +85,45 @@ def same(found: Any, expected: Any) -> None:
             assert [token for token, _ in event.top_logprobs or ()] == [token for token, _ in wanted.top_logprobs or ()]
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     right=st.sampled_from(RIGHT),
     on_device=st.booleans(),
     buckets=st.booleans(),
     limit=st.sampled_from([16, 16, 7]),
+    trees=st.booleans(),
 )
-def test_generate_gives_the_tokens_without_drafts(tokenizer, seed, right, on_device, buckets, limit):
+def test_generate_gives_the_tokens_without_drafts(tokenizer, seed, right, on_device, buckets, limit, trees):
     random = Random(seed)
     prompts = prompts_of(random, limit)
     params = [random_params(random) for _ in prompts]
     plain = open_session(on_device=on_device, tokenizer=tokenizer, limit=limit, reuse=4000 * (seed % 2))
-    drafted = open_session(on_device=on_device, tokenizer=tokenizer, buckets=buckets, limit=limit, reuse=4000 * (seed % 2))
+    options = WIDE if trees else {}
+    drafted = open_session(on_device=on_device, tokenizer=tokenizer, buckets=buckets, limit=limit, reuse=4000 * (seed % 2), **options)
     for _ in range(2):  # the second time, the prompt cache has the answers too
         poison(drafted.cache)
         expected = of_each([*plain.generate(prompts, params)])
-        same(of_each([*drafted.generate(prompts, params, draft=drafter(right, seed))]), expected)
+        same(of_each([*drafted.generate(prompts, params, draft=drafter(right, seed, trees=trees))]), expected)
         assert held(drafted) == held(plain)
     counts = drafted.statistics
     assert counts.decode_tokens == plain.statistics.decode_tokens
     assert counts.accepted_tokens <= counts.draft_tokens
-    if right == 1:
+    if right == 1 and not trees:
         assert counts.accepted_tokens == counts.draft_tokens
     if len(prompts) <= 3:
         assert drafted.prompt_cache.reused_tokens == plain.prompt_cache.reused_tokens
 
 
-@settings(max_examples=30)
-@given(seed=st.integers(0, 2**32), right=st.sampled_from(RIGHT), on_device=st.booleans(), count=st.integers(1, 14))
-def test_an_iterator_may_be_left_at_any_token(tokenizer, tmp_path_factory, seed, right, on_device, count):
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), right=st.sampled_from(RIGHT), on_device=st.booleans(), count=st.integers(1, 14), trees=st.booleans())
+def test_an_iterator_may_be_left_at_any_token(tokenizer, tmp_path_factory, seed, right, on_device, count, trees):
     random = Random(seed)
     prompts = prompts_of(random, 16)[:3]
     params = [random_params(random) for _ in prompts]
     whole = of_each([*open_session(tokenizer=tokenizer).generate(prompts, params)])
-    session = open_session(on_device=on_device, tokenizer=tokenizer)
-    stream = session.generate(prompts, params, draft=drafter(right, seed))
+    session = open_session(on_device=on_device, tokenizer=tokenizer, **(WIDE if trees else {}))
+    stream = session.generate(prompts, params, draft=drafter(right, seed, trees=trees))
     handed_out = of_each([*itertools.islice(stream, count)])
     for index, prompt in enumerate(prompts):
         seen = handed_out.get(index, [])
@@ -155,18 +161,20 @@ def test_an_iterator_may_be_left_at_any_token(tokenizer, tmp_path_factory, seed,
         assert tokens[: len(rest_of)] == rest_of[: len(tokens)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**32),
     right=st.sampled_from(RIGHT),
     on_device=st.booleans(),
     slots=st.integers(1, 4),
     limit=st.sampled_from([16, 7]),
+    trees=st.booleans(),
 )
-def test_a_queue_gives_the_tokens_without_drafts(tokenizer, seed, right, on_device, slots, limit):
+def test_a_queue_gives_the_tokens_without_drafts(tokenizer, seed, right, on_device, slots, limit, trees):
     random = Random(seed)
-    session = open_session(on_device=on_device, tokenizer=tokenizer, slots=slots, limit=limit, reuse=4000 * (seed % 2))
-    proposed = drafter(right, seed)
+    options = WIDE if trees else {}
+    session = open_session(on_device=on_device, tokenizer=tokenizer, slots=slots, limit=limit, reuse=4000 * (seed % 2), **options)
+    proposed = drafter(right, seed, trees=trees)
     handles: list[Any] = []
     asked = []
     for _ in range(30):

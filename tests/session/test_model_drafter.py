@@ -152,7 +152,7 @@ def test_a_new_request_takes_a_slot_that_no_other_has(opens: Open, large: Path, 
     assert held() == [3, 1, 2]
     assert drafter._runner.slots[1].length == len(PROMPTS[1]) + 3
     ran, enqueue = [], drafter._runner._enqueue
-    monkeypatch.setattr(drafter._runner, "_enqueue", lambda chunk: (ran.append(sum(chunk.takes)), enqueue(chunk)))
+    monkeypatch.setattr(drafter._runner, "_enqueue", lambda chunk, parents=None: (ran.append(sum(chunk.takes)), enqueue(chunk)))
     propose(2)
     assert ran == [1, 1, 1]  # the last token again, and two of the draft
 
@@ -169,7 +169,9 @@ def test_the_padding_of_a_draft_does_not_reach_past_a_slot_that_is_nearly_full(
     expected = [propose(small_of(opens(large, max_sequence_length=24)), index) for index in range(2)]
     drafter, ends = small_of(opens(large, max_sequence_length=24)), []
     enqueue, runner = drafter._runner._enqueue, drafter._runner
-    monkeypatch.setattr(runner, "_enqueue", lambda chunk: (ends.append(max(runner._starts(chunk)) + chunk.width), enqueue(chunk)))
+    monkeypatch.setattr(
+        runner, "_enqueue", lambda chunk, parents=None: (ends.append(max(runner._starts(chunk)) + chunk.width), enqueue(chunk))
+    )
     assert [propose(drafter, index) for index in range(2)] == expected
     assert drafter._batch.held[:2] == [23, 11]
     assert max(ends) <= 24

@@ -387,8 +387,8 @@ class TestModel:
             raise BindingError("no")
 
         monkeypatch.setattr(opening.SessionParts, "arguments", refuse)
-        closed = []
-        monkeypatch.setattr(ReferenceEngine, "close", lambda engine: closed.append(engine))
+        closed, close = [], ReferenceEngine.close
+        monkeypatch.setattr(ReferenceEngine, "close", lambda engine: (closed.append(engine), close(engine)))
         with pytest.raises(BindingError, match=r"^no$"):
             InferenceSession.from_model(model, engine="reference")
         assert len(closed) == 1

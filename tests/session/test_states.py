@@ -371,7 +371,7 @@ def test_the_buffers_of_a_draft_that_runs_again_are_free_before_the_next_enqueue
         session.verify([[3, 4, 5], [5], [6, 7]])
         runner, calls = session._runner, []
         enqueue, synchronize = runner._enqueue, runner.synchronize
-        monkeypatch.setattr(runner, "_enqueue", lambda chunk: (calls.append("enqueue"), enqueue(chunk)))
+        monkeypatch.setattr(runner, "_enqueue", lambda chunk, parents=None: (calls.append("enqueue"), enqueue(chunk)))
         monkeypatch.setattr(runner, "synchronize", lambda: (calls.append("wait"), synchronize()))
         session.accept([2, 1, 1])
         assert calls

@@ -52,8 +52,8 @@ PYTEST = [
 ]
 UNBUFFERED = ["-p", "no:faulthandler", "--capture=sys"]
 
-#: Beginnings of names of sources with so many variants that each is built when a test first launches it.
-ON_DEMAND = ("linear_packed", "linear_super_blocks")
+#: Patterns of names of sources with so many variants that each is built when a test first launches it.
+ON_DEMAND = re.compile("linear_packed|linear_super_blocks|.*-tree$")
 
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
@@ -143,7 +143,9 @@ def use_tiles() -> str:
 def is_chosen(name: str, variants: Sequence[str] = VARIANTS) -> bool:
     """Whether a name of ``source_names`` is built before the tests: of attention in these variants, and all others but those on demand."""
     element_and_head_dim = "-".join(name.split("-")[1:3])
-    return element_and_head_dim in variants if name.startswith("attention") else not name.startswith(ON_DEMAND)
+    if ON_DEMAND.match(name):
+        return False
+    return element_and_head_dim in variants if name.startswith("attention") else True
 
 
 def build_cubins(sanitizer: str = "none", variants: Sequence[str] = VARIANTS, only: Sequence[str] = ()) -> Path:

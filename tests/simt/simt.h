@@ -85,6 +85,7 @@ void __stcs(Type* address, Type value) {
     *address = value;
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
 // --- shared memory: see plugins/shared_memory.cuh ---

@@ -142,6 +142,10 @@ BY_ROWS, BY_KEYS, DECODE_QUANTIZED = (f"attention/{name}.cuh" for name in ("deco
 PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefill", "prefill_tiles", "prefill_schedule"))
 PREFILL_RING, NEW_ROWS = (f"attention/prefill_{name}.cuh" for name in ("ring", "new_rows"))
 PREFILL_SCORES, PREFILL_RESULTS = (f"attention/prefill_{name}.cuh" for name in ("scores", "results"))
+TREE, PREFILL_SOURCE = "attention/token_tree.cuh", "attention/prefill.cu"
+TREE_TESTS = "test_attention_of_trees.py"
+TREES, QUANTIZED_TREES = f"{TREE_TESTS}::test_trees", f"{TREE_TESTS}::test_trees_over_a_quantized_cache"
+PATH_TESTS = "test_token_path_kernels.py"
 SINKS = "attention/sinks.cuh"
 STORED_RING, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
 PREFILL_OVER_QUANTIZED, DECODE_OVER_QUANTIZED, FEW_OVER_QUANTIZED = (
@@ -501,6 +505,69 @@ MISTAKES = {
         PREFILL_OVER_QUANTIZED,
         "error <=",
     ),
+    "a tree whose mask is one bit off": (TREE, "path >> min(key - past, 63)", "path >> min(key - past + 1, 63)", "none", TREES, "error <="),
+    "only the first 32 bits of a mask": (TREE, "__popcll(from_key) - 1 : -1", "__popc(from_key) - 1 : -1", "none", TREES, "error <="),
+    "a mask of 32 bits": (TREE, "own = 1ull << token", "own = 1u << token % 32", "none", TREES, "assert"),
+    "a window of rows in a tree": (TREE, "? __popcll(from_key) - 1 : -1", "? position - key : -1", "none", TREES, "error <="),
+    "later tokens in a path": (TREE, "& (own - 1)) | own", "& ~0ull) | own", "none", TREE_TESTS, "test_bits_of_later_tokens"),
+    "a tree of a row after the last one": (TREE, "min(token, count - 1)", "token", "address", TREES, "runtime error: shift exponent"),
+    "the tree of the first slot": (TREE, "ancestors[slot * width + token]", "ancestors[token]", "none", TREES, "assert"),
+    "queries of a tree at positions of their rows": (
+        NEW_ROWS,
+        "rows.position_of(params, token)",
+        "rows.past + token",
+        "none",
+        TREES,
+        "error <=",
+    ),
+    "queries of a tree, by words, at positions of their rows": (
+        NEW_ROWS,
+        "rows.position_of_row(params, row)",
+        "rows.past + rows.token_of(params, row)",
+        "none",
+        TREES,
+        "error <=",
+    ),
+    "keys of a tree at positions of their rows": (NEW_ROWS, "rows.position_of(params, row)", "rows.past + row", "none", TREES, "assert"),
+    "quantized keys of a tree at positions of their rows": (
+        PREFILL_SOURCE,
+        "cache_row, RopeAngles(cos_sin, rotary_dim, tree.position(past, slot, width, token))",
+        "cache_row, RopeAngles(cos_sin, rotary_dim, cache_row)",
+        "none",
+        QUANTIZED_TREES,
+        "assert",
+    ),
+    "appended keys of a tree at positions of their rows": (
+        PREFILL_SOURCE,
+        "RopeAngles(cos_sin, rotary, tree.position(past, slot, width, token))",
+        "RopeAngles(cos_sin, rotary, cache_row)",
+        "none",
+        TREES,
+        "assert",
+    ),
+    "a tree whose tiles begin with the window of its row": (PARTS, "(kTree ? 0 : first_token)", "first_token", "none", TREES, "error <="),
+    "tiles of a tree without a mask": (PREFILLING, "kTree ? rows.past - 1 :", "false ? 0 :", "none", TREES, "error <="),
+    "a window of the last row of a lane": (
+        PREFILLING,
+        "i < 2 * kRowTiles && kTree",
+        "i < 2 * kRowTiles && false",
+        "none",
+        TREES,
+        "error <=",
+    ),
+    "a path that moves one token further": (
+        "kv.cu",
+        "(first + i) * token_nbytes",
+        "(first + i + 1) * token_nbytes",
+        "none",
+        PATH_TESTS,
+        BYTES,
+    ),
+    "a path past the last row": ("kv.cu", "&& token < room", "", "none", PATH_TESTS, BYTES),
+    "a path that moves up": ("kv.cu", "first + i < token &&", "0 <= token &&", "none", PATH_TESTS, BYTES),
+    "the path of the first slot": ("kv.cu", "paths + slot * kMaxTreeTokens", "paths", "none", PATH_TESTS, BYTES),
+    "scales that move in rows of four": ("kv.cu", "row_nbytes / tokens_per_row, vector", "row_nbytes, vector", "none", PATH_TESTS, BYTES),
+    "a path of a slot without a start": ("kv.cu", "|| start < 0", "", "address", PATH_TESTS, "e"),
     "a half that is not the other's": (PREFILL_RESULTS, "b = values[(!is_second", "b = values[(is_second", "none", PREFILL, "error <="),
     "halves before they are there": (
         PREFILL_RESULTS,

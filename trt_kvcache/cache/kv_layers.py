@@ -17,6 +17,7 @@ from trt_kvcache.kernels import AnyCompactionPlan, KVLayerInfos
 from trt_kvcache.kernels.kv_kernels import compact_layers_kernel, instantiate_layers_kernel, save_layers_kernel
 from trt_kvcache.kernels.layer_views import SAVED_NDIM
 from trt_kvcache.kernels.scale_views import saved_scales, scale_infos, single_scales
+from trt_kvcache.kernels.token_path_kernels import keep_paths_kernel
 from trt_kvcache.memory.base import Allocation, Array
 from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -108,6 +109,11 @@ class KVLayers:
         """Move the live rows of slots, in one launch per head-dim group, and one for their scales."""
         for infos in self.infos:
             compact_layers_kernel(infos, plan, stream)
+
+    def keep_paths(self, starts: DeviceTensor, paths: DeviceTensor, counts: DeviceTensor, *, stream: Any) -> None:
+        """Move the rows at the indices ``paths`` after ``starts`` of each slot to directly after ``starts``."""
+        for infos in self.infos:
+            keep_paths_kernel(infos, starts, paths, counts, stream)
 
     # --- copies within the memory of the cache: one launch for each of `infos` ---
 

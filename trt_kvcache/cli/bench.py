@@ -69,6 +69,7 @@ def bench(
         Changed("max_sequence_length", help="Tokens that a slot can hold. Default: as needed by the longest case."),
     ],
     draft: session_flags.DraftOption = None,
+    draft_tree: session_flags.DraftTreeOption = None,
     runs: Annotated[int, typer.Option("--runs", "-r", min=1, metavar="N", help="Timed runs of each case.")] = 5,
     warmup: Annotated[
         int, typer.Option(min=0, metavar="N", help="Runs of each case before the timed ones. PyTorch captures CUDA graphs in the second.")
@@ -92,7 +93,7 @@ def bench(
     params = _sampling(temperature, top_p, seed)
     place = session_flags.located(folder)
     model, dtype, flags = _fitted(place, flags, cases)
-    source = flags.source(place, slots=max(case.batch_size for case in cases)).replace(draft=draft)
+    source = flags.source(place, slots=max(case.batch_size for case in cases)).replace(draft=draft, draft_tree=draft_tree)
     with session_flags.open_session(source) as session:
         environment = describe_environment(session)
         rows: list[BenchmarkRow] = []

@@ -41,6 +41,7 @@ def chat(
     sampling: Annotated[SamplingFlags, Changed("max_new_tokens", default=512)],
     flags: SessionFlags,
     draft: session_flags.DraftOption = None,
+    draft_tree: session_flags.DraftTreeOption = None,
 ) -> None:
     """Chat with a model.
 
@@ -52,7 +53,7 @@ def chat(
     if folder.is_dir() and not ModelFiles(folder).has(TOKENIZER_FILE):
         _check_family(folder)
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
-    with session_flags.open_session(flags.source(folder, slots=1).replace(draft=draft)) as session:
+    with session_flags.open_session(flags.source(folder, slots=1).replace(draft=draft, draft_tree=draft_tree)) as session:
         template = chat_flags.template(session.tokenizer)
         Chat(session, template, options, open_reader(), adapter=flags.request_adapter).run()
 

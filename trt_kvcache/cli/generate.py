@@ -27,6 +27,7 @@ def generate(
     sampling: SamplingFlags,
     flags: SessionFlags,
     draft: session_flags.DraftOption = None,
+    draft_tree: session_flags.DraftTreeOption = None,
     logprobs: Logprobs = None,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
@@ -62,7 +63,7 @@ def generate(
     if save_snapshot is not None:
         check_target(save_snapshot)
     options = sampling.options(logprobs)
-    source = flags.source(session_flags.located(folder), slots=count).replace(draft=draft)
+    source = flags.source(session_flags.located(folder), slots=count).replace(draft=draft, draft_tree=draft_tree)
     with session_flags.open_session(source) as session:
         note_unused(options, session.defaults)
         template = chat_flags.template(session.tokenizer)

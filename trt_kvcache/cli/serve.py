@@ -19,6 +19,7 @@ def serve(
     ],
     server_flags: ServerFlags,
     draft: session_flags.DraftOption = None,
+    draft_tree: session_flags.DraftTreeOption = None,
     model_name: Annotated[
         str | None, typer.Option("--model-name", metavar="NAME", help="Name of the model for clients. Default: the name of its folder.")
     ] = None,
@@ -47,7 +48,7 @@ def serve(
     allowed = server_flags.server_options(tool_call_parser)
     with bound_socket(server_flags.host, server_flags.port, allowed) as bound:
         source = flags.source(session_flags.located(folder), slots=session_flags.MAX_SLOTS, prompt_cache_bytes=prompt_cache << 20)
-        session = session_flags.open_session(source.replace(draft=draft, prefill_chunk=prefill_chunk))
+        session = session_flags.open_session(source.replace(draft=draft, draft_tree=draft_tree, prefill_chunk=prefill_chunk))
         metrics = Metrics()
         engine = AsyncEngine(
             session,

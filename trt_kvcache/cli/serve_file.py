@@ -44,6 +44,7 @@ def serve_file(
     sampling: SamplingFlags,
     flags: Annotated[SessionFlags, session_flags.SLOTS_FOR_MANY],
     draft: session_flags.DraftOption = None,
+    draft_tree: session_flags.DraftTreeOption = None,
     logprobs: Logprobs = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write. - is stdout.")] = Path("-"),
     continued: Annotated[bool, typer.Option("--continue", help="Keep the answers in OUT.jsonl, and append the missing ones.")] = False,
@@ -79,7 +80,7 @@ def serve_file(
     source = flags.source(
         session_flags.located(folder), slots=min(len(missing), session_flags.MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20
     )
-    with session_flags.open_session(source.replace(draft=draft)) as session:
+    with session_flags.open_session(source.replace(draft=draft, draft_tree=draft_tree)) as session:
         if not any(prompt.options.get("temperature") for prompt in missing.values()):
             note_unused(options, session.defaults)
         recording = None if timeline is None else session.record()

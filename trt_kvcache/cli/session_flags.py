@@ -16,6 +16,7 @@ from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
 from trt_kvcache.engine.attention_variants import AttentionSetting
 from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.session.model_headers import model_headers
 from trt_kvcache.session.model_location import NEEDED_FILES, locate_adapter, locate_model
 from trt_kvcache.session.session import InferenceSession
@@ -98,6 +99,17 @@ DraftOption = Annotated[
         "answers that repeat parts of the prompt. mtp: the multi-token prediction head in a model folder of Qwen3-Next or Qwen3.5. "
         "MODEL: drafts of a small model with the same tokenizer, or of an EAGLE-3 head. An engine folder needs a build with "
         "--max-logits-per-slot 17.",
+        rich_help_panel=_PANEL,
+    ),
+]
+DraftTreeOption = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        max=MAX_TREE_TOKENS,
+        metavar="TOKENS",
+        help="Drafts of --draft MODEL as trees of at most this number of tokens, the token before them included, which propose several "
+        "tokens for a position. NumPy only. Default: chains.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -24,6 +24,7 @@ from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.embedding_rows import EmbeddingRows
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.slot_adapters import SlotAdapters
+from trt_kvcache.engine.step_ancestors import StepAncestors
 from trt_kvcache.engine.step_rows import HiddenLayers, ReducedLayers, StepRows, rows_width
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.memory.base import Memory
@@ -51,6 +52,7 @@ class DecoderEngine(BoundEngine):
         hidden_layers: HiddenLayers | None = None,
         rows_dtype: str | None = None,
         adapters: AdapterSet | None = None,
+        takes_trees: bool = False,
     ) -> None:
         computed = _computed_dtype(kv, dtype)
         _check_cache(model, kv, computed)
@@ -86,6 +88,8 @@ class DecoderEngine(BoundEngine):
         self.embeddings: EmbeddingRows | None = None
         #: Adapters of the slots of the next enqueue; None for an engine without.
         self.slot_adapters: SlotAdapters | None = None
+        #: Trees of the new tokens of the next enqueue; None for an engine that takes chains only, as all with states do.
+        self.ancestors: StepAncestors | None = None
         with ExitStack() as undo:
             undo.callback(self._close_rows)
             self.hidden_states = self._step_rows(tokens, rows_width(hidden_layers, model.hidden_size))
@@ -95,11 +99,19 @@ class DecoderEngine(BoundEngine):
                 self.embeddings = EmbeddingRows(memory, capacity=capacity, dtype=computed, **sizes)
             if adapters is not None:
                 self.slot_adapters = SlotAdapters(memory, adapters, max_slots=kv.max_batch_size, dtype=computed)
+            if takes_trees and kv.mamba is None:
+                self.ancestors = StepAncestors(memory, max_slots=kv.max_batch_size)
             undo.pop_all()
 
     @abstractmethod
     def open_draft_head(
-        self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
+        self,
+        checkpoint: Checkpoint,
+        *,
+        kv: DecoderCacheConfig,
+        max_prefill_length: int,
+        max_logits_per_slot: int = 1,
+        hidden_layers: HiddenLayers,
     ) -> DecoderEngine:
         """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share.
 
@@ -112,7 +124,7 @@ class DecoderEngine(BoundEngine):
         self._close_rows()
 
     def _close_rows(self) -> None:
-        for rows in (self.embeddings, self.hidden_states, self.hidden_inputs, self.slot_adapters):
+        for rows in (self.embeddings, self.hidden_states, self.hidden_inputs, self.slot_adapters, self.ancestors):
             if rows is not None:
                 rows.close()
 

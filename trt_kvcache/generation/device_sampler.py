@@ -48,15 +48,16 @@ class SampledToken:
 
 
 class Positions(NamedTuple):
-    """Consecutive positions of one request, at which tokens are chosen at once."""
+    """Positions of one request, at which tokens are chosen at once."""
 
     #: ``ROW_PARAMS`` of the request. No penalties, which count the tokens before a position, and no bias.
     row: Any
-    #: Counter of the first one.
+    #: Counter of its next token.
     counter: int
     #: Most likely tokens to report at each; None for no log-probabilities.
     logprobs: int | None
-    num_positions: int
+    #: Tokens between the next one and each position.
+    offsets: Sequence[int]
 
 
 class SampledTokens:
@@ -193,10 +194,10 @@ class DeviceSampler(Uncopyable):
         self._tops = [None] * len(self._tops)
         for first, one in zip(range(0, len(rows), width), requests, strict=True):
             if one is not None:
-                of_one = slice(first, first + one.num_positions)
+                of_one = slice(first, first + len(one.offsets))
                 rows[of_one] = one.row
-                rows["counter"][of_one] = np.arange(one.counter, one.counter + one.num_positions, dtype=np.uint64)
-                self._tops[of_one] = [-1 if one.logprobs is None else one.logprobs] * one.num_positions
+                rows["counter"][of_one] = np.uint64(one.counter) + np.array(one.offsets, np.uint64)
+                self._tops[of_one] = [-1 if one.logprobs is None else one.logprobs] * len(one.offsets)
         self._memory.upload(self._rows.params[: len(rows)], page, stream=stream)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.memory.tensor import DeviceTensor
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class DraftedSequence(NamedTuple):
         cache or a snapshot. In a session with an EAGLE-3 head, the residual stream before three layers, reduced by ``fc`` of the head to
         its ``hidden_size``. None unless the session was opened with ``draft="mtp"`` or such a head. A drafter whose attribute
         ``takes_device_states`` is True gets a :class:`~trt_kvcache.DeviceTensor` in the dtype of the engine, valid until it returns.
+    tree_limit : int
+        Most tokens of a :class:`DraftTree`, no path of which may have more than ``limit``; 0 with an engine that takes no trees.
 
     Examples
     --------
@@ -48,6 +51,7 @@ class DraftedSequence(NamedTuple):
     pending: tuple[int, ...]
     limit: int
     hidden_states: npt.NDArray[np.float32] | DeviceTensor | None = None
+    tree_limit: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -91,7 +95,7 @@ class Drafter(Protocol):
     True
     """
 
-    def propose(self, sequences: Sequence[DraftedSequence]) -> Sequence[Sequence[int]]:
+    def propose(self, sequences: Sequence[DraftedSequence]) -> Sequence[Sequence[int] | DraftTree]:
         """Propose the tokens that may follow each sequence. Called once before each step that could verify them.
 
         Parameters
@@ -101,8 +105,8 @@ class Drafter(Protocol):
 
         Returns
         -------
-        sequence of sequence of int (n,)
-            Token ids, at most ``limit`` of each sequence; none where it has no proposal.
+        sequence of sequence of int or DraftTree (n,)
+            Token ids, at most ``limit`` of each sequence; none where it has no proposal. Or a tree, if ``tree_limit`` is not 0.
         """
 
 

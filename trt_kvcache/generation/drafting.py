@@ -26,15 +26,19 @@ class Drafting:
         """Return the most tokens of the next draft, after ``num_tokens`` generated tokens; 0 during a pause."""
         return self._length if num_tokens >= self._resumes_at else 0
 
-    def record(self, proposed: int, accepted: int, num_tokens: int) -> None:
-        """Count a draft. Hits double its length, misses halve it; after misses of single tokens drafts pause, longer each time."""
+    def record(self, proposed: int, accepted: int, num_tokens: int, *, depth: int | None = None) -> None:
+        """Count a draft. Hits double its length, misses halve it; after misses of single tokens drafts pause, longer each time.
+
+        ``depth``: tokens on its longest path, which are its length; all of them if left out.
+        """
         self.proposed += proposed
         self.accepted += accepted
+        length = proposed if depth is None else depth
         if accepted:
             self._pause = _FIRST_PAUSE
-        if accepted == proposed == self._length:
+        if accepted == length == self._length:
             self._length = min(2 * self._length + 1, _MAX_LENGTH)
-        elif 2 * accepted < proposed:
+        elif 2 * accepted < length:
             self._length //= 2
         if not self._length:
             self._length, self._resumes_at = 1, num_tokens + self._pause

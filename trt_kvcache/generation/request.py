@@ -9,6 +9,7 @@ import numpy as np
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, KVCacheError, ProcessorError
 from trt_kvcache.generation.device_sampler import DeviceSampler, Positions, SampledToken, sampling_row
+from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.generation.logits_edits import LogitsEdits
 from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams
@@ -95,6 +96,13 @@ class Choice(NamedTuple):
     #: None if the request keeps the logits instead.
     token: GeneratedToken | None
     progress: RequestProgress
+
+
+class VerifiedDraft(NamedTuple):
+    """The choices of a step that verified a draft, in order, and the rows of the step after which they were made."""
+
+    choices: list[Choice]
+    path: list[int]
 
 
 class Request:
@@ -216,37 +224,41 @@ class Request:
         assert self.progress.kept is not None
         return self.choose(self.progress.kept.logits, full=self.progress.kept.full) if self._edits.ready(self._taken()) else None
 
-    def choose_verified(self, logits: np.ndarray[Any, Any], draft: Sequence[int], *, room: int, waits: bool) -> list[Choice]:
+    def choose_verified(self, logits: np.ndarray[Any, Any], draft: DraftTree, *, room: int, waits: bool) -> VerifiedDraft:
         """Choose the token before a draft of n tokens, and each later one for as long as the draft has the chosen tokens.
 
         ``logits``: float32 ``(n + 1, vocab)``. ``room``: tokens of the draft that the slot can hold. ``waits``: for logits processors.
         """
         choose = self.choose if waits else self.choose_or_keep
-        return self._verified(draft, lambda place: choose(logits[place], full=place >= room))
+        return self._verified(draft, lambda row, depth: choose(logits[row], full=depth >= room))
 
-    def receive_verified(self, sampled: Sequence[SampledToken], draft: Sequence[int], *, room: int) -> list[Choice]:
+    def receive_verified(self, sampled: Sequence[SampledToken], draft: DraftTree, *, room: int) -> VerifiedDraft:
         """Return the choices of the device at the positions of a draft, as :meth:`choose_verified` would."""
-        return self._verified(draft, lambda place: self.receive(sampled[place], full=place >= room))
+        return self._verified(draft, lambda row, depth: self.receive(sampled[row], full=depth >= room))
 
-    def _verified(self, draft: Sequence[int], choose: Callable[[int], Choice]) -> list[Choice]:
-        before, found = self.progress, list[Choice]()
+    def _verified(self, draft: DraftTree, choose: Callable[[int, int], Choice]) -> VerifiedDraft:
+        """Choose after row 0, the token before the draft, then after the row of each chosen token in turn, which is its index plus 1."""
+        before, found, path = self.progress, list[Choice](), [0]
         try:
-            for place in range(len(draft) + 1):
+            while True:
                 try:
-                    choice = choose(place)
+                    choice = choose(path[-1], len(found))
                 except KVCacheError:
                     if not found:
                         raise
                     break  # raised again by the next step: the tokens before the error are not lost
                 found.append(choice)
-                token = choice.token
-                if place == len(draft) or token is None or token.finish_reason is not None or token.token != draft[place]:
+                if choice.token is None or choice.token.finish_reason is not None:
+                    break
+                index = draft.child(path[-1] - 1, choice.token.token)
+                if index is None:
                     break
                 self.take(choice)
+                path.append(index + 1)
         finally:
             if self.progress is not before:
                 self.restore(before)
-        return found
+        return VerifiedDraft(found, path[: len(found)])
 
     def guess(self, logits: np.ndarray[Any, Any], count: int) -> int:
         """Choose a token from a draft model's logits, as they are, with the random number of the position ``count`` tokens ahead."""
@@ -300,12 +312,12 @@ class Request:
         """True if :meth:`positions` can choose its tokens: nothing depends on the tokens before a position but the logits."""
         return self.fits_device and not self._edits.active
 
-    def positions(self, count: int) -> Positions:
-        """Return its next positions, for :meth:`DeviceSampler.set_positions`."""
+    def positions(self, offsets: Sequence[int]) -> Positions:
+        """Return its positions at numbers of tokens after the next one, for :meth:`DeviceSampler.set_positions`."""
         seed, counter = self.sampler
         if self._row is None:
             self._row = sampling_row(self._params, seed, counter)
-        return Positions(self._row, counter, self._params.logprobs, count)
+        return Positions(self._row, counter, self._params.logprobs, offsets)
 
     def enter(self, sampler: DeviceSampler, slot: int, *, stream: Any) -> None:
         """Have a sampler on the device choose the tokens after the current ones."""

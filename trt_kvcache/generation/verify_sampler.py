@@ -32,7 +32,7 @@ class VerifySampler(Uncopyable):
         self._sampler.sample(logits, self._tokens[: len(logits)], stream=stream)
         found = self._sampler.download(len(logits), stream=stream).read()
         starts = range(0, len(logits), width)
-        return [() if one is None else found[first : first + one.num_positions] for first, one in zip(starts, requests, strict=True)]
+        return [() if one is None else found[first : first + len(one.offsets)] for first, one in zip(starts, requests, strict=True)]
 
     def close(self) -> None:
         """Release the memory. Idempotent."""

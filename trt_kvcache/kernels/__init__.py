@@ -34,6 +34,7 @@ from trt_kvcache.kernels.sampling_rows import SamplingRows
 from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
 from trt_kvcache.kernels.state_infos import StateInfo, StateInfos
 from trt_kvcache.kernels.state_row_kernels import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
+from trt_kvcache.kernels.token_path_kernels import keep_kv_cache_paths_batched
 
 __all__ = [
     "AnyCompactionPlan",
@@ -64,6 +65,7 @@ __all__ = [
     "instantiate_kv_cache_batched",
     "instantiate_kv_cache_layer_from_tensor",
     "instantiate_rows",
+    "keep_kv_cache_paths_batched",
     "linear",
     "linear_gelu_tanh_mul",
     "linear_silu_mul",

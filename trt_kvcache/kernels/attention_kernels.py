@@ -22,7 +22,8 @@ from trt_kvcache.kernels.launch import THREADS_PER_BLOCK, address, launch, start
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_place
 from trt_kvcache.kernels.prefill_plan import PrefillPlan, prefers_row_blocks, prefill_plan
 from trt_kvcache.kernels.scale_views import scales_in_rows
-from trt_kvcache.kernels.source_variants import variant_name
+from trt_kvcache.kernels.source_variants import TREE_SOURCE, tree_variant, variant_name
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS, positions_and_distances
 from trt_kvcache.memory.shapes import ROW_GRANULE, SCALES_GRANULE, dense_nbytes, is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -77,11 +78,12 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     sinks: DeviceTensor | None = None,
+    ancestors: DeviceTensor | None = None,
     stream: Any,
 ) -> None:
     """Apply RoPE to q and k, append k and v to the cache, and compute causal attention for the new tokens.
 
-    Token t of slot b has the position ``lengths[b] + t``. Lengths are read on the device and not changed.
+    Token t of slot b has the position ``lengths[b] + t``, but in a tree (``ancestors``). Lengths are read on the device and not changed.
 
     Parameters
     ----------
@@ -117,6 +119,11 @@ def attend(
         Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
     sinks : DeviceTensor (num_heads,) float32, optional
         Attention sinks: another logit of each query head, which joins the softmax of its scores and has no value. Not scaled or capped.
+    ancestors : DeviceTensor ``[B, s]`` int64, optional
+        Contiguous; at most 64 new tokens. The new tokens of a slot are a tree of draft tokens: bit j of ``ancestors[b, t]`` is set if token
+        j is token t or an ancestor of it. Parents come before their children, so ``j <= t``; later bits are ignored, and bit t counts
+        as set. Token t attends to the rows before the call, to its ancestors and to itself. Its position, for RoPE and window, is
+        ``lengths[b]`` plus the number of its ancestors; its row in the cache is ``lengths[b] + t`` nevertheless.
     stream : cuda.core.Stream or GraphBuilder
         The launches are ordered on it: one for up to 32 new tokens, as a rule, else two. The call neither waits nor allocates, and can
         be captured in a graph.
@@ -183,6 +190,8 @@ def attend(
         _check_cos_sin(cos_sin, cache)
     if sinks is not None:
         _check_sinks(sinks, cache, q.shape[2])
+    if ancestors is not None:
+        _check_ancestors(ancestors, cache, width)
     factor = 1 / math.sqrt(head_dim) if scale is None else float(scale)
     for name, number, zero in (("scale", factor, ""), ("softcap", float(softcap), "0, or ")):
         if not MIN_SCORE_FACTOR <= number <= MAX_SCORE_FACTOR and (number or not zero):
@@ -193,6 +202,7 @@ def attend(
     params = AttentionParams(
         q=q, k=k, v=v, cache=cache, kv_scales=kv_scales, lengths=lengths, new_lengths=new_lengths,
         cos_sin=cos_sin, out=out, scale=factor, window=window, softcap=float(softcap), sinks=sinks,
+        ancestors=ancestors,
     )  # fmt: skip
     if slots:
         attend_kernel(params, workspace, stream)
@@ -265,6 +275,16 @@ def _check_sinks(tensor: DeviceTensor, cache: DeviceTensor, num_heads: int) -> N
         raise ShapeError(f"sinks: expected a dense tensor of shape ({num_heads},), got {tensor!r}.")
 
 
+def _check_ancestors(tensor: DeviceTensor, cache: DeviceTensor, width: int) -> None:
+    check_place("ancestors", tensor, cache)
+    if tensor.dtype != "int64":
+        raise DTypeError(f"ancestors: expected int64, got {tensor.dtype}.")
+    if width > MAX_TREE_TOKENS:
+        raise ShapeError(f"ancestors: expected at most {MAX_TREE_TOKENS} new tokens, got {width}.")
+    if tensor.shape != (len(cache), width) or not tensor.is_contiguous:
+        raise ShapeError(f"ancestors: expected a dense tensor of shape ({len(cache)}, {width}), got {tensor!r}.")
+
+
 # --- NumPy, in float32; unlike in plugins/attention, probabilities are not rounded ---
 
 
@@ -287,11 +307,14 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
     width, tokens = q.shape[1], cache.shape[3]
     new_lengths = np.full(len(q), width) if params.new_lengths is None else array_of(params.new_lengths)
     table = None if params.cos_sin is None else array_of(params.cos_sin)
-    all_scales, sinks = (None if tensor is None else array_of(tensor) for tensor in (params.kv_scales, params.sinks))
+    all_scales, sinks, trees = (
+        None if tensor is None else array_of(tensor) for tensor in (params.kv_scales, params.sinks, params.ancestors)
+    )
     for slot, (past, new) in enumerate(zip(array_of(params.lengths).tolist(), new_lengths.tolist(), strict=True)):
         count = max(min(new, width, tokens - past), 0) if past >= 0 else 0
         end = past + count
-        angles = None if table is None else table[past:end]
+        positions, distance = positions_and_distances(past, count, None if trees is None else trees[slot])
+        angles = None if table is None else table[positions]
         queries = _apply_rope(q[slot, :count], angles).astype(np.float32)
         scales = all_scales[slot] if all_scales is not None and params.scales_per_token else all_scales
         if k is not None and v is not None:
@@ -300,7 +323,6 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
         if not count:
             continue
         keys, values = live_rows(cache[slot], scales, slice(end))
-        distance = np.arange(past, end)[:, None] - np.arange(end)
         masked = (distance < 0) | ((distance >= params.window) if params.window else False)
         for head in range(q.shape[2]):
             scores = queries[:, head] @ keys[head // params.group].T * np.float32(params.scale)
@@ -318,7 +340,7 @@ def _attend_on_host(params: AttentionParams, workspace: AttentionWorkspace, stre
 
 
 def _attend_on_device(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    key = (params.q.shape, params.cache.shape, params.q.dtype, params.kv_scales is None, params.k is None)
+    key = (params.q.shape, params.cache.shape, params.q.dtype, params.kv_scales is None, params.k is None, params.ancestors is None)
     plan = workspace.plans.get(key)
     if plan is None:
         plan = workspace.plans[key] = _decode_plan(params) or prefill_plan(params)
@@ -334,7 +356,7 @@ def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
 
 
 def _decode_plan(params: AttentionParams) -> DecodePlan | None:
-    if params.k is None or prefers_row_blocks(params):
+    if params.k is None or params.ancestors is not None or prefers_row_blocks(params):
         return None
     memory = params.memory
     quantized = params.kv_scales is not None
@@ -377,6 +399,15 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
     )
 
 
+def _prefill_source(params: AttentionParams) -> str:
+    name = variant_name(TREE_SOURCE, params.q.dtype, params.q.shape[3], params.cache.dtype)
+    return name if params.ancestors is None else tree_variant(name)
+
+
+def _tree(params: AttentionParams) -> tuple[int, ...]:
+    return () if params.ancestors is None else (params.ancestors.ptr,)
+
+
 def _new_rows(params: AttentionParams) -> tuple[DeviceTensor, DeviceTensor]:
     assert params.k is not None
     assert params.v is not None
@@ -391,11 +422,12 @@ def _append(params: AttentionParams, stream: Any) -> None:
     arguments = (
         *(k.ptr, v.ptr, *_strides(0, k, v), *_strides(1, k, v), cache.ptr, *_strides(0, cache), *_strides(1, cache), cache.shape[3]),
         *(params.lengths.ptr, address(params.new_lengths), address(params.cos_sin), params.rotary_dim, width, kv_heads),
+        *_tree(params),
         *_scales(params),
     )
     launch(
         memory,
-        variant_name("attention_prefill", k.dtype, head_dim, cache.dtype),
+        _prefill_source(params),
         "attention_append",
         (-(-threads // THREADS_PER_BLOCK), slots, 1),
         arguments,
@@ -417,11 +449,12 @@ def _prefill(plan: PrefillPlan, params: AttentionParams, workspace: AttentionWor
         *(q.ptr, *_strides(0, q), *_strides(1, q), k.ptr, *_strides(0, k), *_strides(1, k), v.ptr, *_strides(0, v), *_strides(1, v)),
         *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap), address(params.sinks)),
         *(params.out.ptr, workspace.partials.ptr),
+        *_tree(params),
         *_scales(params),
     )
     launch(
         memory,
-        variant_name("attention_prefill", q.dtype, cache.shape[4], cache.dtype),
+        _prefill_source(params),
         f"attention_prefill_{plan.name}",
         (plan.blocks, 1, 1),
         arguments,

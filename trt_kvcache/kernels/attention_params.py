@@ -29,6 +29,7 @@ class AttentionParams:
     window: int  # tokens that a token attends to, itself included; 0 for all
     softcap: float  # 0 for none
     sinks: DeviceTensor | None = None  # (num_heads,) float32: another logit of each query head in the softmax, without a value
+    ancestors: DeviceTensor | None = None  # [B, s] int64, contiguous: trees of new tokens; None: each attends to all before it
 
     @property
     def memory(self) -> Any:

@@ -41,6 +41,9 @@ EXPERT_SOURCE, PACKED_EXPERT_SOURCE = "linear_experts", "linear_packed_experts"
 #: The dtypes of scales of packed integers for each dtype of activations.
 SCALE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float16", "float32")}
 
+#: The source of attention that has variants for trees of draft tokens, and the end of their names.
+TREE_SOURCE, _TREE = "attention_prefill", "tree"
+
 _ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
 _SCALE_TYPES = {**_ELEMENT_TYPES, EXPONENTS: "E8m0", NVFP4_SCALES: "Float8"}
 
@@ -54,7 +57,8 @@ def variant_names(source: str) -> list[str]:
     """Return the names of all variants of a source."""
     if source in TILES:
         kinds = [(dtype, kv_dtype) for kv_dtype in (None, *STORED_TYPES) for dtype in ELEMENT_TYPES]
-        return [variant_name(source, dtype, dim, kv_dtype) for dtype, kv_dtype in kinds for dim in head_dims_of(source)]
+        names = [variant_name(source, dtype, dim, kv_dtype) for dtype, kv_dtype in kinds for dim in head_dims_of(source)]
+        return names + ([tree_variant(name) for name in names] if source == TREE_SOURCE else [])
     if source in RECURRENT_SOURCES:
         return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
     if source == LINEAR_SOURCE:
@@ -79,6 +83,11 @@ def variant_name(source: str, dtype: str, second: int | str, stored: str | None 
     """
     name = f"{source}-{dtype}-{second}"
     return name if stored in (None, dtype) else f"{name}-{stored}"
+
+
+def tree_variant(name: str) -> str:
+    """Return the name of the same variant of :data:`TREE_SOURCE` for trees of draft tokens."""
+    return f"{name}-{_TREE}"
 
 
 def scale_dtypes(dtype: str, kind: str) -> tuple[str, ...]:
@@ -107,6 +116,8 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
     if source == SUPER_BLOCK_SOURCE:
         macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, kv_dtype[0]).items()}
         return {"ELEMENT": ELEMENT_TYPES[dtype], "STORED": SUPER_BLOCK_TYPES[kv_dtype[0]], **macros}
+    is_tree = _TREE in kv_dtype
+    kv_dtype = [one for one in kv_dtype if one != _TREE]
     tiles = {macro: str(value) for macro, value in (QUANTIZED_TILES if kv_dtype else TILES)[source](int(second), arch).items()}
     stored = {"STORED": STORED_TYPES[kv_dtype[0]]} if kv_dtype else {}
-    return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, "HEAD_DIM": second, **tiles}
+    return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, "HEAD_DIM": second, **tiles, **({"TREE": "1"} if is_tree else {})}

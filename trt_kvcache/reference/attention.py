@@ -18,6 +18,7 @@ from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig, QueryScaling
+from trt_kvcache.reference.step_positions import SlotTree, StepPositions
 from trt_kvcache.reference.weights import Float32
 
 #: ``"native"`` reads the live rows of K and V, ``"mask"`` reads all rows under an additive mask, ``"plugin"`` reads the live rows of
@@ -40,13 +41,13 @@ _QUERY_BLOCK = 256
 class RopePositions:
     """Cosine and sine at the positions of the new tokens: ``angles``, which :meth:`update` computes in each step."""
 
-    def __init__(self, table: Angles, start: npt.NDArray[np.int32], width: int) -> None:
-        self._table, self._start, self._width = table, start, width  # start is a view: its values change with the lengths
+    def __init__(self, table: Angles, positions: StepPositions) -> None:
+        self._table, self._positions = table, positions
         self.angles = table
 
     def update(self) -> None:
-        """Compute the angles of a step."""
-        self.angles = angles_at(self._table, self._start, self._width)
+        """Compute the angles of a step, whose positions are known."""
+        self.angles = angles_at(self._table, self._positions.positions)
 
 
 class SeparateAttention:
@@ -58,18 +59,20 @@ class SeparateAttention:
     def __init__(
         self,
         mixer: AttentionConfig,
-        positions: RopePositions | None,
+        rope: RopePositions | None,
         k: npt.NDArray[Any],
         v: npt.NDArray[Any],
         start: npt.NDArray[np.int32],
+        positions: StepPositions,
         *,
         masked: bool,
         sinks: Float32 | None,
     ) -> None:
         self._mixer = mixer
-        self._positions = positions
+        self._rope = rope
         self._sides = k, v
         self._start = start
+        self._positions = positions
         self._masked = masked
         self._sinks = sinks
 
@@ -77,18 +80,27 @@ class SeparateAttention:
         """Write K and V of the new tokens into the cache and return the attention of q over it."""
         if new is not None:
             k, v = new
-            k = k if self._positions is None else apply_rope(k, self._positions.angles)
+            k = k if self._rope is None else apply_rope(k, self._rope.angles)
             for side, rows in zip(self._sides, (k, v), strict=True):
                 write_rows(side, rows, self._start)
-        if self._positions is not None:
-            q = apply_rope(q, self._positions.angles)
+        if self._rope is not None:
+            q = apply_rope(q, self._rope.angles)
         q = q * np.float32(self._mixer.score_scale)
         mixed = np.empty_like(q)
         capacity = self._sides[0].shape[2]
         for slot, first in enumerate(self._start.tolist()):
             count = capacity if self._masked else min(first + q.shape[1], capacity)
             keys, values = [side[slot, :, :count].astype(np.float32) for side in self._sides]
-            mixed[slot] = attend(q[slot], keys, values, first, window=self._mixer.window, softcap=self._mixer.softcap, sinks=self._sinks)
+            mixed[slot] = attend(
+                q[slot],
+                keys,
+                values,
+                first,
+                window=self._mixer.window,
+                softcap=self._mixer.softcap,
+                sinks=self._sinks,
+                tree=self._positions.tree(slot),
+            )
         return mixed
 
 
@@ -104,6 +116,7 @@ class CombinedAttention:
         cos_sin: DeviceTensor | None,
         cache: DeviceTensor,
         start: DeviceTensor,
+        positions: StepPositions,
         workspace: AttentionWorkspace,
         stream: Any,
         *,
@@ -113,6 +126,7 @@ class CombinedAttention:
     ) -> None:
         self._mixer = mixer
         self._cos_sin = cos_sin
+        self._positions = positions
         self._workspace = workspace
         self._cache = cache
         self._start = start
@@ -142,6 +156,7 @@ class CombinedAttention:
             window=self._mixer.window or 0,
             softcap=self._mixer.softcap or 0.0,
             sinks=self._sinks,
+            ancestors=self._positions.ancestors,
         )
         attend_kernel(call, self._workspace, self._stream)
         mixed: Float32 = memory.array(queries)
@@ -149,16 +164,16 @@ class CombinedAttention:
 
 
 class ScaledQueries:
-    """Attention with queries scaled by position; the first new token of a slot has position ``start``."""
+    """Attention with queries scaled by position."""
 
-    def __init__(self, attention: LayerAttention, scaling: QueryScaling, start: npt.NDArray[np.int32]) -> None:
+    def __init__(self, attention: LayerAttention, scaling: QueryScaling, positions: StepPositions) -> None:
         self._attention = attention
         self._scaling = scaling
-        self._start = start
+        self._positions = positions
 
     def __call__(self, q: Float32, new: NewRows) -> Float32:
         """Scale q, then attend."""
-        positions = self._start[:, None, None, None] + np.arange(q.shape[1])[:, None, None]
+        positions = self._positions.positions[:, :, None, None]
         factors = 1 + self._scaling.beta * np.log1p(positions // self._scaling.period)
         return self._attention(q * factors.astype(np.float32), new)
 
@@ -179,12 +194,12 @@ class RotatedBeforeNorms:
         return self._attention(q, new)
 
 
-def angles_at(rope: Angles, start: npt.NDArray[np.int32], width: int) -> Angles:
-    """Return the cosine and sine of the new tokens' positions from the rows of a RoPE table.
+def angles_at(rope: Angles, positions: npt.NDArray[np.int64]) -> Angles:
+    """Return the cosine and sine of positions ``[A, s]`` from the rows of a RoPE table.
 
     A position past S - 1 gets the angles of the last one: its row is not stored.
     """
-    known = np.minimum(start[:, None] + np.arange(width), rope[0].shape[0] - 1)
+    known = np.minimum(positions, rope[0].shape[0] - 1)
     return rope[0][known][:, :, None], rope[1][known][:, :, None]
 
 
@@ -212,6 +227,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float32 | None = None,
+    tree: SlotTree | None = None,
 ) -> Float32:
     """Compute causal attention of one slot: new token i sees the keys j <= first + i, in a sliding window only the last of them.
 
@@ -228,8 +244,7 @@ def attend(
         if softcap is not None:
             scores = softcapped(scores, softcap)
         if not sees_all:
-            distance = first + np.arange(block.start, block.stop)[:, None] - np.arange(rows)
-            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            seen = _seen_keys(block, rows, first, window, tree)
             scores += np.where(seen, np.float32(0), np.float32(-np.inf))
         if sinks is None:
             weights = softmax(scores)
@@ -239,6 +254,20 @@ def attend(
         result[:, :, block] = weights @ values[:, None]
     ungrouped: Float32 = result.transpose(2, 0, 1, 3).reshape(q.shape)
     return ungrouped
+
+
+def _seen_keys(block: slice, rows: int, first: int, window: int | None, tree: SlotTree | None) -> npt.NDArray[np.bool_]:
+    """Return the keys ``[block, rows]`` that a block of new tokens sees: of a tree ancestors and itself. Windows are of positions."""
+    queries, keys = first + np.arange(block.start, block.stop), np.arange(rows)
+    if tree is not None:
+        new = slice(first, min(first + len(tree.depths), rows))
+        stored = new.stop - first
+        queries, keys[new] = first + tree.depths[block], first + tree.depths[:stored]
+    distance = queries[:, None] - keys
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if tree is not None:
+        seen[:, new] &= tree.sees[block, :stored]
+    return seen
 
 
 def apply_rope(x: Float32, angles: Angles) -> Float32:

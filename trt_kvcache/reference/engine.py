@@ -33,6 +33,7 @@ from trt_kvcache.reference.attention import (
 )
 from trt_kvcache.reference.model import LayerCache, LayerRecurrence, decoder_step
 from trt_kvcache.reference.recurrent import layer_recurrence
+from trt_kvcache.reference.step_positions import StepPositions
 from trt_kvcache.reference.weights import DecoderWeights, Float32, load_weights
 
 #: RoPE and head dimension: layers in which both are equal share a table of angles.
@@ -52,6 +53,7 @@ class _NumpyStep:
     new_lengths: npt.NDArray[np.int32] | None
     hidden_states: Float32 | None
     hidden_inputs: Float32 | None
+    positions: StepPositions
     rope: Mapping[_RopeKey, RopePositions]
     caches: Sequence[LayerCache]
 
@@ -112,6 +114,8 @@ class ReferenceEngine(DecoderEngine):
         Hidden states of the tokens of the last step, and those that the next step of a draft head reads, in float32.
     slot_adapters : SlotAdapters or None
         The adapters of the slots of the next step.
+    ancestors : StepAncestors or None
+        The trees of the new tokens of the next step; None for a model with states.
 
     Raises
     ------
@@ -171,6 +175,7 @@ class ReferenceEngine(DecoderEngine):
             hidden_layers=hidden_layers,
             rows_dtype="float32",
             adapters=adapters,
+            takes_trees=True,
         )
         self._updates = () if adapters is None else load_updates(adapters, checkpoint.config, self._dtype)
         self._rows = None if self.embeddings is None else memory.array(self.embeddings.table)
@@ -212,8 +217,10 @@ class ReferenceEngine(DecoderEngine):
         if step is None or step.tensors is not tensors or step.stream is not stream:
             step = self._steps[bound] = self._new_step(tensors, stream)
         self._check_values(step.input_ids, step.last, step.start, step.new_lengths)
-        for positions in step.rope.values():
-            positions.update()
+        trees = self.ancestors if self.ancestors is not None and self.ancestors.in_use else None
+        step.positions.update(None if trees is None else trees.of_step(*step.input_ids.shape))
+        for rope in step.rope.values():
+            rope.update()
         weights = self._weights
         if self.slot_adapters is not None and self.slot_adapters.in_use:
             slots, width = step.input_ids.shape
@@ -239,7 +246,13 @@ class ReferenceEngine(DecoderEngine):
             step.logits[..., self._draft_tokens] = logits.reshape(*step.logits.shape[:-1], -1)
 
     def open_draft_head(
-        self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
+        self,
+        checkpoint: Checkpoint,
+        *,
+        kv: DecoderCacheConfig,
+        max_prefill_length: int,
+        max_logits_per_slot: int = 1,
+        hidden_layers: HiddenLayers,
     ) -> ReferenceEngine:
         """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share.
 
@@ -253,6 +266,8 @@ class ReferenceEngine(DecoderEngine):
             The cache that will be bound.
         max_prefill_length : int
             The most new tokens per slot in one step.
+        max_logits_per_slot : int
+            The most new tokens per slot whose logits one step returns.
         hidden_layers : "final_norm" or tuple of int
             Hidden states of the head that it keeps.
 
@@ -268,7 +283,13 @@ class ReferenceEngine(DecoderEngine):
         """
         self._check_head(checkpoint.config)
         head = ReferenceEngine(
-            checkpoint, kv=kv, max_prefill_length=max_prefill_length, memory=self.memory, hidden_layers=hidden_layers, shared=self
+            checkpoint,
+            kv=kv,
+            max_prefill_length=max_prefill_length,
+            max_logits_per_slot=max_logits_per_slot,
+            memory=self.memory,
+            hidden_layers=hidden_layers,
+            shared=self,
         )
         if self._lacks_head:
             assert head._weights is not None
@@ -285,8 +306,9 @@ class ReferenceEngine(DecoderEngine):
 
     def _new_step(self, tensors: StepTensors, stream: Any) -> _NumpyStep:
         input_ids, last, start, logits = map(self.memory.array, (tensors.input_ids, tensors.last, tensors.start, tensors.logits))
-        rope = {key: RopePositions(table, start, input_ids.shape[1]) for key, table in self._rope.items()}
-        attentions = dict(zip(self._config.attention_indices, self._attentions(tensors, start, rope, stream), strict=True))
+        positions = StepPositions(start, input_ids.shape[1])
+        rope = {key: RopePositions(table, positions) for key, table in self._rope.items()}
+        attentions = dict(zip(self._config.attention_indices, self._attentions(tensors, start, positions, rope, stream), strict=True))
         recurrences = dict(zip(self._config.recurrent_indices, _recurrences(self._config, tensors, stream), strict=True))
         return _NumpyStep(
             tensors=tensors,
@@ -298,6 +320,7 @@ class ReferenceEngine(DecoderEngine):
             new_lengths=None if tensors.new_lengths is None else self.memory.array(tensors.new_lengths),
             hidden_states=self._rows_of(self.hidden_states, input_ids),
             hidden_inputs=self._rows_of(self.hidden_inputs, input_ids),
+            positions=positions,
             rope=rope,
             caches=[
                 LayerCache(attention=attentions.get(layer), recurrence=recurrences.get(layer)) for layer in range(self._config.num_layers)
@@ -308,7 +331,12 @@ class ReferenceEngine(DecoderEngine):
         return None if rows is None else self.memory.array(rows.of_step(*input_ids.shape))
 
     def _attentions(
-        self, step: StepTensors, start: npt.NDArray[np.int32], rope: Mapping[_RopeKey, RopePositions], stream: Any
+        self,
+        step: StepTensors,
+        start: npt.NDArray[np.int32],
+        positions: StepPositions,
+        rope: Mapping[_RopeKey, RopePositions],
+        stream: Any,
     ) -> list[LayerAttention]:
         """Return the attention of each attention layer over the bound caches."""
         step = step.by_attention_layer(self._config.kv_of_attention)
@@ -320,15 +348,24 @@ class ReferenceEngine(DecoderEngine):
                 cos_sin, workspace, bound_sinks = self._combined[index]
                 scales = step.scales[index] if step.scales else None
                 attention = CombinedAttention(
-                    mixer, cos_sin, cache[0], step.start, workspace, stream, kv_scales=scales, sinks=bound_sinks, dtype=self._dtype
+                    mixer,
+                    cos_sin,
+                    cache[0],
+                    step.start,
+                    positions,
+                    workspace,
+                    stream,
+                    kv_scales=scales,
+                    sinks=bound_sinks,
+                    dtype=self._dtype,
                 )
             else:
                 key = _rope_key(mixer)
                 k, v = map(self.memory.array, cache)
-                positions = None if key is None else rope[key]
-                attention = SeparateAttention(mixer, positions, k, v, start, masked=self._masked, sinks=sinks)
+                rotation = None if key is None else rope[key]
+                attention = SeparateAttention(mixer, rotation, k, v, start, positions, masked=self._masked, sinks=sinks)
             if mixer.query_scaling is not None:
-                attention = ScaledQueries(attention, mixer.query_scaling, start)
+                attention = ScaledQueries(attention, mixer.query_scaling, positions)
             key = _rope_key(layer)
             attentions.append(RotatedBeforeNorms(attention, rope[key]) if key is not None and layer.rotates_before_norm else attention)
         return attentions

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.checks import int_in_range, slot_index
+from trt_kvcache._util.checks import slot_index
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import CapacityError, RangeError, ShapeError
@@ -25,6 +25,7 @@ from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.statistics import SessionStatistics, StepCounters
 from trt_kvcache.session.step_plan import LogitsWanted, Rows, StepPlan
+from trt_kvcache.session.tree_checks import checked_counts, checked_paths, checked_sequence
 
 Logits = np.ndarray[Any, Any]
 
@@ -381,29 +382,39 @@ class Batch:
                     yield slot, found[: len(part)]
 
     @nvtx_range("verify")
-    def verify(self, rows: Rows) -> Logits:
+    def verify(self, rows: Rows, parents: Rows | None = None) -> Logits:
         """Run tokens of the active slots past their lengths, and return the logits ``[A, m, vocab]``, NaN after the end of shorter rows.
 
-        One enqueue; several where a slot has no room for the padding of its row, and then the lengths are set back at the end.
+        One enqueue; several where a slot has no room for the padding of its row, which split no tree. ``parents`` is -1 for a root.
         """
         started = time.perf_counter()
         lengths = self._check_one_each("tokens", len(rows))
         self.check_room(lengths, rows)
         # The plan outlives this call, and the caller's lists may change.
-        plan = StepPlan.of([tuple(row) for row in rows], LogitsWanted.ALL)
+        tree = None if parents is None else [tuple(row) for row in parents]
+        plan = StepPlan.of([tuple(row) for row in rows], LogitsWanted.ALL, tree)
         chunks = self._runner.chunks(lengths, plan)
         if self._runner.has_states and len(chunks) > 1:
             raise CapacityError(
                 f"verify: a slot has no room for the padding of {max(map(len, rows))} tokens, and states cannot be set back after a part "
                 "of them. Use shorter rows. Nothing was changed."
             )
+        if tree is not None and any(
+            0 < take < len(row) for chunk in chunks for take, row in zip(chunk.takes, rows[chunk.first :], strict=False)
+        ):
+            raise CapacityError(
+                f"verify: a slot has no room for the padding of {max(map(len, rows))} tokens, and a tree runs in one enqueue. "
+                "Use smaller trees. Nothing was changed."
+            )
         found = np.empty((len(rows), max(map(len, rows)), self._runner.plan.vocab_size), np.float32)
         for slot, row in enumerate(rows):
             found[slot, len(row) :] = np.nan
         done = [0] * len(rows)
-        with self._runner.work():
+        with self._runner.work():  # of several enqueues all but the last are committed, and the lengths set back at the end
             for chunk, parts in _parts_of(plan.rows, chunks):
-                (self._runner.run if chunk is chunks[-1] else self._runner.prefill)(chunk, parts, every_logit=True)
+                of_parts = None if tree is None else [tree[slot] if part else () for slot, part in enumerate(parts, start=chunk.first)]
+                run = self._runner.run if chunk is chunks[-1] else self._runner.prefill
+                run(chunk, parts, every_logit=True, parents=of_parts)
                 logits = self._runner.every_logit(chunk)
                 for slot, part, of_slot in zip(range(chunk.first, chunk.end), parts, logits, strict=True):
                     found[slot, done[slot] : done[slot] + len(part)] = of_slot[: len(part)]
@@ -417,28 +428,33 @@ class Batch:
 
     def accept(self, counts: Sequence[int]) -> None:
         """Commit the first tokens of each row of the last :meth:`verify`, and drop the others."""
+        self._accept("counts", counts, checked_counts)
+
+    def accept_paths(self, paths: Rows) -> None:
+        """Commit a path from the root of each tree of the last :meth:`verify`, and drop the other tokens."""
+        self._accept("paths", paths, checked_paths)
+
+    def _accept(self, what: str, given: Sequence[Any], check: Callable[[Sequence[Any], StepPlan], Rows]) -> None:
         verified = self._runner.uncommitted
         if not isinstance(verified, StepPlan):
             raise RangeError("accept: expected a verify before it, and no other change of the sequences since. Call verify again.")
-        self._check_one_each("counts", len(counts))
-        taken = [
-            int_in_range(f"counts[{slot}]", count, 0, len(row)) for slot, (count, row) in enumerate(zip(counts, verified.rows, strict=True))
-        ]
+        self._check_one_each(what, len(checked_sequence(what, given)))
+        paths = check(given, verified)
         with self._runner.work():
-            self.commit_first(verified, self.held, taken)
-            self._runner.apply(verified.first(taken).applied(self._runner.slots))
-        self._counters.decode_tokens += sum(taken)
+            self.commit_paths(verified, self.held, paths)
+            self._runner.apply(verified.accepted(paths).applied(self._runner.slots))
+        self._counters.decode_tokens += sum(map(len, paths))
 
-    def commit_first(self, ran: StepPlan, held: Sequence[int], counts: Sequence[int]) -> None:
-        """Commit the first tokens of each row of the last enqueue, after tokens that the slots hold. Inside :meth:`Runner.work`.
+    def commit_paths(self, ran: StepPlan, held: Sequence[int], paths: Rows) -> None:
+        """Commit the tokens at ``paths`` of each row of the last enqueue, after tokens that the slots hold. Inside :meth:`Runner.work`.
 
-        States after a part of a row are not known: the first tokens of all rows run again.
+        States after a part of a row are not known: the accepted tokens of all rows run again.
         """
-        is_partial = any(0 < count < len(row) for row, count in zip(ran.rows, counts, strict=True))
+        is_partial = any(0 < len(path) < len(row) for row, path in zip(ran.rows, paths, strict=True))
         if not (self._runner.has_states and is_partial):
-            self._runner.commit(counts)
+            self._runner.commit_paths(held, paths)
             return
-        accepted = ran.first(counts)
+        accepted = ran.accepted(paths)
         for chunk, parts in _parts_of(accepted.rows, self._runner.chunks(held, accepted)):
             self._runner.prefill(chunk, parts)
             self._runner.synchronize()  # the next enqueue overwrites the host's buffers

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from operator import eq
 from typing import NamedTuple
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
@@ -20,12 +19,11 @@ from trt_kvcache.generation.request import Choice, Request
 from trt_kvcache.generation.verify_sampler import VerifySampler
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.session.batch import Batch, Logits
-from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.draft_pace import DraftPace
 from trt_kvcache.session.draft_plan import DraftPlan, plan_drafts
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
-from trt_kvcache.session.step_plan import StepPlan
+from trt_kvcache.session.step_plan import Rows, StepPlan
 
 
 class Cursor(NamedTuple):
@@ -60,8 +58,8 @@ class VerifiedRows:
     """Rows that an enqueue has run to verify drafts, and that are not committed yet."""
 
     plan: StepPlan
-    #: Tokens of each row to commit: its first one, and those of the draft that were accepted.
-    counts: Sequence[int]
+    #: Indices of the tokens of each row to commit: its first one, and those of the draft that were accepted.
+    paths: Rows
 
 
 class DecodeStep(NamedTuple):
@@ -128,9 +126,9 @@ class DecodeSteps:
 
     def commit(self, verified: VerifiedRows, slots: Sequence[Slot]) -> list[Slot]:
         """Commit the accepted tokens of a step, pending in slots, and return the slots. Inside ``Runner.work(continues=True)``."""
-        self._batch.commit_first(verified.plan, [slot.length for slot in slots], verified.counts)
+        self._batch.commit_paths(verified.plan, [slot.length for slot in slots], verified.paths)
         self._runner.uncommitted = None
-        return [slot.committed(count) for slot, count in zip(slots, verified.counts, strict=True)]
+        return [slot.committed(len(path)) for slot, path in zip(slots, verified.paths, strict=True)]
 
     def _run_again(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Mapping[int, Logits]]:
         """Run several pending tokens of a slot, as a prompt."""
@@ -140,33 +138,33 @@ class DecodeSteps:
     def _verify(self, slots: Sequence[Slot], requests: Sequence[Request], drafts: DraftPlan, *, waits: bool) -> DecodeStep:
         """Run tokens and drafts in one enqueue, choose, and accept the first tokens of a draft that equal the chosen ones."""
         started = time.perf_counter()
-        plan, chunk = drafts
-        self._runner.run(chunk, plan.rows[chunk.first : chunk.end], every_logit=True)
+        plan, chunk = drafts.plan, drafts.chunk
+        parents = None if plan.parents is None else plan.parents[chunk.first : chunk.end]
+        self._runner.run(chunk, plan.rows[chunk.first : chunk.end], every_logit=True, parents=parents)
         if self.on_device and all(request.fits_positions for request in compress(requests, plan.rows)):
-            sampled = self._sample_positions(requests, plan, chunk)
+            sampled = self._sample_positions(requests, drafts)
             logits = None
         else:
             logits = self._runner.every_logit(chunk)
         seconds = time.perf_counter() - started
         choices: dict[int, Sequence[Choice]] = {}
-        counts = [0] * len(slots)
+        paths: list[Sequence[int]] = [()] * len(slots)
         for slot in plan.running():
-            request, draft, place = requests[slot], drafts.draft(slot), slot - chunk.first
+            request, draft, place = requests[slot], drafts.drafts[slot], slot - chunk.first
             room = self._batch.max_sequence_length - slots[slot].length - 1
             if logits is None:
-                choices[slot] = request.receive_verified(sampled[place], draft, room=room)
+                choices[slot], paths[slot] = request.receive_verified(sampled[place], draft, room=room)
             else:
-                choices[slot] = request.choose_verified(logits[place, : len(draft) + 1], draft, room=room, waits=waits)
-            counts[slot] = len(choices[slot])
-        self._batch.count_step(sum(counts), seconds)
+                choices[slot], paths[slot] = request.choose_verified(logits[place, : len(draft) + 1], draft, room=room, waits=waits)
+        self._batch.count_step(sum(map(len, paths)), seconds)
         self._record(requests, drafts, choices)
-        verified = VerifiedRows(plan, counts)
+        verified = VerifiedRows(plan, paths)
         self._runner.uncommitted = verified
         return DecodeStep(slots, choices, verified)
 
-    def _sample_positions(self, requests: Sequence[Request], plan: StepPlan, chunk: Chunk) -> list[Sequence[SampledToken]]:
-        """Choose on the device at each position of the rows of a chunk: only tokens come to the host."""
-        runner = self._runner
+    def _sample_positions(self, requests: Sequence[Request], drafts: DraftPlan) -> list[Sequence[SampledToken]]:
+        """Choose on the device at the position of each row of an enqueue: only tokens come to the host."""
+        runner, chunk = self._runner, drafts.chunk
         num_rows = chunk.count * chunk.width
         if self._verify_sampler is None or self._verify_sampler.max_rows < num_rows:
             if self._verify_sampler is not None:
@@ -174,9 +172,10 @@ class DecodeSteps:
                 self._verify_sampler = None
             max_rows, vocab_size = runner.cache.max_batch_size * chunk.width, runner.plan.vocab_size
             self._verify_sampler = VerifySampler(runner.cache.memory, max_rows=max_rows, vocab_size=vocab_size, stream=runner.stream)
-        rows = plan.rows[chunk.first : chunk.end]
-        of_chunk = requests[chunk.first : chunk.end]
-        positions = [request.positions(len(row)) if row else None for request, row in zip(of_chunk, rows, strict=True)]
+        positions = [
+            requests[slot].positions((0, *drafts.drafts[slot].depths)) if drafts.plan.rows[slot] else None
+            for slot in range(chunk.first, chunk.end)
+        ]
         _, logits = runner.device_views(num_rows)
         runner.before_wait()
         return self._verify_sampler.choose(logits, positions, chunk.width, stream=runner.stream)
@@ -184,14 +183,14 @@ class DecodeSteps:
     def _record(self, requests: Sequence[Request], drafts: DraftPlan, choices: Mapping[int, Sequence[Choice]]) -> None:
         """Count the drafts of a step, and set the length of the next one of each request."""
         for slot, chosen in choices.items():
-            draft, drafting = drafts.draft(slot), requests[slot].drafting
+            draft, drafting = drafts.drafts[slot], requests[slot].drafting
             tokens = [choice.token.token for choice in chosen if choice.token is not None]
-            if not draft or not tokens or drafting is None:
+            if not len(draft) or not tokens or drafting is None:
                 continue
-            accepted = sum(map(eq, tokens, draft))
+            accepted = draft.num_equal(tokens)
             # A request that ends, or waits for a logits processor, says nothing of the rest of its draft.
-            verified = accepted if accepted == len(tokens) else len(draft)
-            drafting.record(verified, accepted, requests[slot].num_tokens + len(tokens))
+            verified, depth = (accepted, accepted) if accepted == len(tokens) else (len(draft), draft.depth)
+            drafting.record(verified, accepted, requests[slot].num_tokens + len(tokens), depth=depth)
             self._batch.count_draft(verified, accepted)
 
     @nvtx_range("decode")

@@ -7,13 +7,17 @@ from typing import Any, NamedTuple
 
 from trt_kvcache.engine.decoder_profiles import VERIFY_WIDTH
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.generation.drafter import DraftedSequence, Drafter
 from trt_kvcache.generation.request import Request
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.hidden_states import downloaded
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
-from trt_kvcache.session.step_plan import LogitsWanted, StepPlan
+from trt_kvcache.session.step_plan import LogitsWanted, Rows, StepPlan
+
+_NONE = DraftTree((), ())
 
 
 class DraftPlan(NamedTuple):
@@ -22,9 +26,8 @@ class DraftPlan(NamedTuple):
     plan: StepPlan
     chunk: Chunk
 
-    def draft(self, slot: int) -> Sequence[int]:
-        """Return the draft of a slot: empty for an idle one, and for one without a proposal."""
-        return self.plan.rows[slot][1:]
+    #: Draft of each slot: empty for an idle one, and for one without a proposal.
+    drafts: Sequence[DraftTree]
 
 
 def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan) -> DraftPlan | None:
@@ -36,12 +39,21 @@ def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Reques
     width = 1 + max(map(len, drafts.values()), default=0)
     lengths = [slot.length for slot in slots]
     while width > 1:
-        wide = StepPlan.of([(*row, *drafts.get(slot, ()))[:width] for slot, row in enumerate(plan.rows)], LogitsWanted.ALL)
+        cut = [drafts.get(slot, _NONE).within(width, width - 1) for slot in range(len(plan.rows))]
+        wide = _plan_of(plan.rows, cut)
         chunks = runner.chunks(lengths, wide)
         if len(chunks) == 1:
-            return DraftPlan(wide, chunks[0])
+            return DraftPlan(wide, chunks[0], cut)
         width //= 2  # an enqueue writes rows for all slots in its range, and one of them is nearly full
     return None
+
+
+def _plan_of(rows: Rows, drafts: Sequence[DraftTree]) -> StepPlan:
+    """Plan a token of each slot that is not idle, and its draft: a token whose parent is -1 follows that token."""
+    parents = None
+    if not all(draft.is_chain for draft in drafts):
+        parents = [(-1, *(parent + 1 for parent in draft.parents)) if row else () for row, draft in zip(rows, drafts, strict=True)]
+    return StepPlan.of([(*row, *draft.tokens) for row, draft in zip(rows, drafts, strict=True)], LogitsWanted.ALL, parents)
 
 
 def _sequences(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan) -> dict[int, DraftedSequence]:
@@ -50,19 +62,19 @@ def _sequences(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request
     for index in plan.running():
         request, slot = requests[index], slots[index]
         if request.drafting is not None:
-            longest = min(VERIFY_WIDTH, runner.plan.max_logits_per_slot) - 1
-            room = runner.cache.lengths.max_sequence_length - slot.length - 1
-            limit = min(request.drafting.length(request.num_tokens), longest, request.remaining - 1, room)
+            room = min(runner.plan.max_logits_per_slot, runner.cache.lengths.max_sequence_length - slot.length) - 1
+            limit = min(request.drafting.length(request.num_tokens), VERIFY_WIDTH - 1, request.remaining - 1, room)
             if limit > 0:
                 hidden = None
                 if runner.hidden_states is not None:
                     rows = runner.hidden_states.rows(index, slot.copied, slot.length)
                     hidden = rows if getattr(request.drafting.drafter, "takes_device_states", False) else downloaded(rows)
-                found[index] = DraftedSequence(request, slot.row, slot.length, tuple(plan.rows[index]), limit, hidden)
+                tree_limit = min(MAX_TREE_TOKENS - 1, room) if runner.takes_trees else 0
+                found[index] = DraftedSequence(request, slot.row, slot.length, tuple(plan.rows[index]), limit, hidden, tree_limit)
     return found
 
 
-def _proposals(runner: Runner, sequences: Mapping[int, DraftedSequence]) -> dict[int, list[int]]:
+def _proposals(runner: Runner, sequences: Mapping[int, DraftedSequence]) -> dict[int, DraftTree]:
     """Return the proposals for sequences that have one, by slot. A drafter is called once for all of its sequences."""
     by_drafter: dict[int, tuple[Drafter, list[int]]] = {}
     for slot, sequence in sequences.items():
@@ -78,15 +90,23 @@ def _proposals(runner: Runner, sequences: Mapping[int, DraftedSequence]) -> dict
     return found
 
 
-def _checked(drafter: Drafter, sequences: Sequence[DraftedSequence], proposals: Any, vocab_size: int) -> list[list[int]]:
+def _checked(drafter: Drafter, sequences: Sequence[DraftedSequence], proposals: Any, vocab_size: int) -> list[DraftTree]:
     """Check the proposals of a drafter, which may be the caller's, and cut them to their limits."""
     try:
-        drafts = [[int(token) for token in draft][: one.limit] for one, draft in zip(sequences, proposals, strict=True)]
-        if all(0 <= token < vocab_size for draft in drafts for token in draft):
-            return drafts
+        drafts = [_draft(proposal) for _, proposal in zip(sequences, proposals, strict=True)]
+        is_known = all(0 <= token < vocab_size for draft in drafts for token in draft.tokens)
     except (TypeError, ValueError):
-        pass
-    raise ConfigError(
-        f"{type(drafter).__name__}.propose: expected token ids from 0 to {vocab_size - 1} for each of {len(sequences)} sequences, "
-        f"got {proposals!r}."
-    )
+        is_known = False
+    name = f"{type(drafter).__name__}.propose"
+    if not is_known:
+        raise ConfigError(
+            f"{name}: expected token ids from 0 to {vocab_size - 1} for each of {len(sequences)} sequences, got {proposals!r}."
+        )
+    if any(not (one.tree_limit or draft.is_chain) for one, draft in zip(sequences, drafts, strict=True)):
+        raise ConfigError(f"{name}: expected chains, as the engine takes no trees (DraftedSequence.tree_limit is 0), got {proposals!r}.")
+    return [draft.within(one.limit, one.tree_limit or one.limit) for one, draft in zip(sequences, drafts, strict=True)]
+
+
+def _draft(proposal: Any) -> DraftTree:
+    """Return a proposal, a tree or the tokens of a chain, as a tree."""
+    return proposal if isinstance(proposal, DraftTree) else DraftTree.chain([int(token) for token in proposal])

@@ -26,8 +26,10 @@ class Drafted(NamedTuple):
     request: Request
     #: Tokens to run first, at least one.
     tokens: Sequence[int]
-    #: Most tokens of the draft, at least 1.
+    #: Most tokens of the draft, at least 1; of a tree those on a path.
     limit: int
+    #: Most tokens of a tree.
+    tree_limit: int = 0
 
 
 class DraftSteps:
@@ -113,7 +115,7 @@ class DraftSteps:
             runner.commit(plan.increments)
             # After each choice, the sampler goes on to the next position by itself.
             sampler.set_positions(
-                [drafted[slot].request.positions(1) if slot in drafted else None for slot in range(count)], 1, stream=stream
+                [drafted[slot].request.positions((0,)) if slot in drafted else None for slot in range(count)], 1, stream=stream
             )
             for step in range(max(one.limit for one in drafted.values())):
                 if step:

@@ -26,8 +26,8 @@ class HeadDrafter(ModelDrafter):
     # are of the next token. vLLM drafts in the same way (vllm/v1/spec_decode/eagle.py): after a verification, the head reads the hidden
     # states of the model.
 
-    def __init__(self, parts: SessionParts, *, vocab_size: int) -> None:
-        super().__init__(parts, vocab_size=vocab_size)
+    def __init__(self, parts: SessionParts, *, vocab_size: int, tree_tokens: int = 0) -> None:
+        super().__init__(parts, vocab_size=vocab_size, tree_tokens=tree_tokens)
         assert self._runner.hidden_inputs is not None
         self._inputs = self._runner.hidden_inputs
         #: True for a multi-token prediction (MTP) head.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,17 @@ class HiddenStates:
         ]
         self._step.memory.copy_rows(self._table, self._step.table, moves, stream=stream)
 
+    def keep_paths(self, starts: Sequence[int], paths: Sequence[Sequence[int]], *, stream: Any) -> None:
+        """Move the rows at the indices ``paths`` after ``starts`` of each slot, in order, to directly after ``starts``."""
+        moves = [
+            (first + place, first + index, 1)
+            for slot, (start, path) in enumerate(zip(starts, paths, strict=True))
+            for first in (self._places[slot] * self._positions + start,)
+            for place, index in enumerate(path)
+            if place != index
+        ]
+        self._step.memory.copy_rows(self._table, self._table, moves, stream=stream)
+
     def copy(self, source: int, slot: int, length: int, *, stream: Any) -> None:
         """Copy the first rows of a slot to another one."""
         to, first = (self._places[place] * self._positions for place in (slot, source))
@@ -81,7 +92,11 @@ class HiddenInputs:
         stream = outputs.memory.create_stream()
         self._allocation = outputs.memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream)
         outputs.memory.synchronize(stream)
-        # Of each slot, the state after its last token.
+        # Of the tokens of trees in the next enqueue, by slot: row of the parent in the last enqueue of the slot, -1 for `_own`.
+        self._parents: Mapping[int, Sequence[int]] = {}
+        # First slot and width of the last enqueue.
+        self._last = (0, 0)
+        # Of each slot, the state after its last token, trees not counted.
         self._own = DeviceTensor(self._allocation, shape=shape, dtype=dtype)
 
     @property
@@ -98,25 +113,39 @@ class HiddenInputs:
         """Have the token at each position p of a slot read ``states[p]``; after the last one, the state of the head itself."""
         self._of_model[slot] = states
 
+    def read_parents(self, parents: Mapping[int, Sequence[int]]) -> None:
+        """Have each token of the trees of slots read the state of its parent, which the last enqueue has run at this row; -1 for the root.
+
+        That is for the next enqueue, which leaves the states after the last tokens of the slots as they are; nothing for one of chains.
+        """
+        self._parents = parents
+
     def load(self, starts: Sequence[int], chunk: Chunk, *, stream: Any) -> None:
         """Copy the rows of the next enqueue, which begins at ``starts``. Rows of padding keep earlier ones."""
         own: Moves = []
+        of_step: Moves = []
+        first, width = self._last
         for index, (slot, start, take) in enumerate(zip(_slots(chunk), starts, chunk.takes, strict=True)):
             if not take:
                 continue
-            if start < len(self._of_model[slot]):
+            if slot in self._parents:
+                for token, row in enumerate(self._parents[slot], start=index * chunk.width):
+                    (own if row < 0 else of_step).append((token, slot if row < 0 else (slot - first) * width + row, 1))
+            elif start < len(self._of_model[slot]):
                 self._copy(self._inputs.table, self._of_model[slot], [(index * chunk.width, start, take)], stream)
             else:
                 own.append((index * chunk.width, slot, 1))
         self._copy(self._inputs.table, self._own, _joined(own), stream)
+        self._copy(self._inputs.table, self._outputs.table, of_step, stream)
 
     def keep(self, chunk: Chunk, *, stream: Any) -> None:
         """Keep the state after the last token of each slot of an enqueue."""
         last = [
             (slot, index * chunk.width + take - 1, 1)
             for index, (slot, take) in enumerate(zip(_slots(chunk), chunk.takes, strict=True))
-            if take
+            if take and slot not in self._parents
         ]
+        self._last = chunk.first, chunk.width
         self._copy(self._own, self._outputs.table, _joined(last), stream)
 
     def _copy(self, destination: DeviceTensor, source: DeviceTensor, moves: Moves, stream: Any) -> None:

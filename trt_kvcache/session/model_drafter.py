@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.generation.drafter import DraftedSequence
 from trt_kvcache.generation.request import Request
 from trt_kvcache.generation.token_ids import common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.draft_steps import Drafted, DraftSteps
+from trt_kvcache.session.draft_tree_steps import DraftTreeSteps
 from trt_kvcache.session.runner import Runner
 
 if TYPE_CHECKING:
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
 class ModelDrafter:
     """Generates drafts with a small model. It owns the parts of a session, with a slot for each slot of the large model.
 
-    It samples with the random numbers of each request, so that both models often choose the same token.
+    It samples with the random numbers of each request, so that both models often choose the same token. ``tree_tokens``: 0 for chains.
     """
 
-    def __init__(self, parts: SessionParts, *, vocab_size: int) -> None:
+    def __init__(self, parts: SessionParts, *, vocab_size: int, tree_tokens: int = 0) -> None:
         if parts.cache.states is not None:
             raise ConfigError(
                 "draft: expected a model without recurrent states, which cannot go back to the accepted tokens, got one with."
@@ -34,23 +36,27 @@ class ModelDrafter:
         self._runner = Runner(parts.engine, parts.cache, names=parts.names)
         self._batch = Batch(self._runner, PromptCache(parts.cache))
         self._batch.activate_all()
-        self._steps = DraftSteps(self._runner, self._batch, vocab_size=vocab_size)
+        self._steps: DraftSteps | DraftTreeSteps = DraftSteps(self._runner, self._batch, vocab_size=vocab_size)
+        if tree_tokens:
+            self._steps = DraftTreeSteps(self._runner, self._batch, vocab_size=vocab_size, max_tokens=tree_tokens)
         # Slot of each request, and the number of tokens of the request in that slot. Tokens after them are an earlier draft.
         self._places: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 
-    def propose(self, sequences: Sequence[DraftedSequence]) -> list[list[int]]:
+    def propose(self, sequences: Sequence[DraftedSequence]) -> Sequence[Sequence[int] | DraftTree]:
         """Generate a draft for each sequence: first append the tokens that its slot lacks, then generate one token of all at a time."""
         limits = self._limits(sequences)
         drafted = [index for index, count in enumerate(limits) if count > 0]
         slots = dict(zip(drafted, self._slots_of([sequences[index].request for index in drafted]), strict=True))
-        drafts: list[list[int]] = [[] for _ in sequences]
+        drafts: list[Sequence[int] | DraftTree] = [() for _ in sequences]
         if not drafted:
             return drafts
         kept = {slot: self._kept(sequences[index], slot) for index, slot in slots.items()}
         self._take_slots({slot: sequences[index] for index, slot in slots.items()}, kept)
         found = self._steps.run(
             {
-                slot: Drafted(sequences[index].request, self._tokens(sequences[index], kept[slot]), limits[index])
+                slot: Drafted(
+                    sequences[index].request, self._tokens(sequences[index], kept[slot]), limits[index], self._tree_limit(sequences[index])
+                )
                 for index, slot in slots.items()
             }
         )
@@ -62,6 +68,10 @@ class ModelDrafter:
         """Return the most tokens of each draft; 0 or less for none."""
         limit = self._batch.max_sequence_length
         return [min(one.limit, limit - one.num_tokens) for one in sequences]
+
+    def _tree_limit(self, sequence: DraftedSequence) -> int:
+        """Return the most tokens of a tree, all of which may run after the sequence."""
+        return min(sequence.tree_limit, self._batch.max_sequence_length - sequence.num_tokens)
 
     def _slots_of(self, requests: Sequence[Request]) -> list[int]:
         """Return the slots of requests. A new request gets a free slot, else the slot of a request that has no draft in this step."""

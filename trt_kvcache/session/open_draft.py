@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.progress import Progress
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH
 from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
@@ -32,6 +33,8 @@ def with_draft(
         return replace(parts, draft="ngram")
     with ExitStack() as undo:
         undo.callback(parts.close)
+        if options.draft_tree is not None:
+            _check_takes_trees("model", parts)
         head = draft_head_folder(options.draft)
         if options.draft == MTP:
             drafter: ModelDrafter = _mtp_drafter(folder, parts, options)
@@ -41,7 +44,9 @@ def with_draft(
             small = _open(options.draft, parts, options, progress)
             undo.callback(small.close)
             _check(options.draft, small, parts)
-            drafter = ModelDrafter(small, vocab_size=parts.model.vocab_size)
+            if options.draft_tree is not None:
+                _check_takes_trees("draft model", small)
+            drafter = ModelDrafter(small, vocab_size=parts.model.vocab_size, tree_tokens=_tree_tokens(options))
         undo.pop_all()
     return replace(parts, draft=drafter, on_close=_both(parts.on_close, drafter.close))
 
@@ -53,7 +58,7 @@ def _mtp_drafter(folder: str | PathLike[str], parts: SessionParts, options: Sess
     with checkpoint, ExitStack() as undo:
         head = open_draft_head(checkpoint, parts, options, hidden_layers="final_norm")
         undo.callback(head.close)
-        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size)
+        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size, tree_tokens=_tree_tokens(options))
         undo.pop_all()
     return drafter
 
@@ -66,7 +71,7 @@ def _eagle3_drafter(draft: str, folder: Path, parts: SessionParts, options: Sess
             raise ConfigError(f"draft: {draft}: expected an {lacking} of width {model.hidden_size} in the files of the head, got none.")
         head = open_draft_head(checkpoint, parts, options, hidden_layers=(model.num_layers,))
         undo.callback(head.close)
-        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size)
+        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size, tree_tokens=_tree_tokens(options))
         undo.pop_all()
     return drafter
 
@@ -81,6 +86,8 @@ def _open(draft: str, parts: SessionParts, options: SessionOptions, progress: Pr
             return open_engine_folder(place, same, progress=progress)
         length = min(parts.cache.lengths.max_sequence_length, Checkpoint.read_config(place).max_position_embeddings)
         sized = replace(same, max_batch_size=parts.cache.max_batch_size, max_sequence_length=length, dtype=options.dtype)
+        if options.draft_tree is not None:
+            sized = replace(sized, max_logits_per_slot=min(options.draft_tree, length, DEFAULT_MAX_PREFILL_LENGTH))
         return open_model(place, sized, progress=progress)
 
 
@@ -93,6 +100,17 @@ def _check(draft: str, small: SessionParts, parts: SessionParts) -> None:
         )
     if _vocabulary(small.tokenizer) != _vocabulary(parts.tokenizer):
         raise ConfigError(f"draft: {draft}: expected a model with the tokenizer of the large one, got one with another vocabulary.")
+
+
+def _tree_tokens(options: SessionOptions) -> int:
+    """Return the most tokens of a tree without the token before it; 0 for chains."""
+    return 0 if options.draft_tree is None else options.draft_tree - 1
+
+
+def _check_takes_trees(what: str, parts: SessionParts) -> None:
+    if getattr(parts.engine, "ancestors", None) is None:
+        name = "one with recurrent states" if parts.cache.states is not None else f"a {type(parts.engine).__name__}"
+        raise ConfigError(f"draft_tree: expected a {what} in an engine that takes trees, got {name}. Leave draft_tree out for chains.")
 
 
 def _vocabulary(tokenizer: Tokenizer | None) -> Any:

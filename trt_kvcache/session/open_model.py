@@ -221,7 +221,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.max_embeddings or options.adapters:
+    if options.max_embeddings or options.adapters or options.draft_tree:
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -272,7 +272,13 @@ def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: Sessio
     )
     width = min(kv.max_sequence_length, max(profile.max_width for profile in engine.profiles))
     with ExitStack() as undo:
-        head = engine.open_draft_head(checkpoint, kv=kv, max_prefill_length=width, hidden_layers=hidden_layers)
+        head = engine.open_draft_head(
+            checkpoint,
+            kv=kv,
+            max_prefill_length=width,
+            max_logits_per_slot=min(options.draft_tree or 1, width),
+            hidden_layers=hidden_layers,
+        )
         undo.callback(head.close)
         cache = make_cache(kv, memory=head.memory)
         undo.pop_all()
@@ -310,7 +316,7 @@ def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attent
 
 def _default_logits(model: ModelConfig, cache: DecoderCacheConfig, width: int, options: SessionOptions) -> int:
     fitting = default_logits_per_slot(model, max_batch_size=cache.max_batch_size, max_prefill_length=width)
-    return fitting if options.draft is None else max(fitting, min(VERIFY_WIDTH, width))
+    return fitting if options.draft is None else max(fitting, min(max(VERIFY_WIDTH, options.draft_tree or 0), width))
 
 
 def _cuda_memory(options: SessionOptions) -> CudaMemory:

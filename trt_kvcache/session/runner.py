@@ -16,6 +16,7 @@ from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.slot_adapters import SlotAdapters
+from trt_kvcache.engine.step_ancestors import StepAncestors
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -23,6 +24,7 @@ from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
 from trt_kvcache.session.hidden_states import HiddenInputs, HiddenStates
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import Rows, StepPlan
+from trt_kvcache.session.token_paths import TokenPaths
 
 
 class _States(Enum):
@@ -55,6 +57,7 @@ class Runner:
         self.stream = cache.memory.create_stream()
         self._held = _Held((), _States.OF_SLOTS)
         self._slot_adapters: SlotAdapters | None = getattr(engine, "slot_adapters", None)
+        self._ancestors: StepAncestors | None = getattr(engine, "ancestors", None)
         # Of each active slot of the cache, in enqueues from now on. Slots that are not current yet may be among them.
         self._adapters: tuple[str | None, ...] = ()
         #: Rows past the lengths that a commit can still take: those of a verified draft, or of a step that was enqueued ahead. Any other
@@ -75,13 +78,23 @@ class Runner:
             has_states=self.has_states,
         )
         inputs, outputs = getattr(engine, "hidden_inputs", None), getattr(engine, "hidden_states", None)
+        #: Hidden states that a draft head reads beside its tokens; None for other models.
+        self.hidden_inputs: HiddenInputs | None = None
+        #: Hidden states of each token in the cache, for a draft head; None if the engine was opened without them.
+        self.hidden_states: HiddenStates | None = None
+        self._paths: TokenPaths | None = None
         with ExitStack() as undo:
-            undo.callback(self._buffers.close)
-            #: Hidden states that a draft head reads beside its tokens; None for other models.
+            undo.callback(self.close)
             self.hidden_inputs = HiddenInputs.of(inputs, outputs, cache)
-            #: Hidden states of each token in the cache, for a draft head; None if the engine was opened without them.
             self.hidden_states = HiddenStates.of(outputs if inputs is None else None, cache)
+            if self.takes_trees:
+                self._paths = TokenPaths(cache.memory, max_slots=cache.max_batch_size)
             undo.pop_all()
+
+    @property
+    def takes_trees(self) -> bool:
+        """True if new tokens of a slot may be a tree, not only a chain."""
+        return self._ancestors is not None
 
     # --- current slots ---
 
@@ -209,12 +222,14 @@ class Runner:
             self._ran = first, tuple(new_lengths)
             self._buffers.write_new_lengths(new_lengths, stream=self.stream)
 
-    def _enqueue(self, chunk: Chunk) -> None:
+    def _enqueue(self, chunk: Chunk, parents: Rows | None = None) -> None:
         self.uncommitted = None
         if self._held.states is _States.ONE_STEP_FURTHER:
             self.overwrite_states()  # the engine writes into the buffer that still has them
         if self._slot_adapters is not None:
             self._slot_adapters.write(self._adapters[chunk.first : chunk.end], stream=self.stream)
+        if self._ancestors is not None:
+            self._ancestors.write(parents, chunk.width, stream=self.stream)
         if self.hidden_inputs is not None:
             self.hidden_inputs.load(self._starts(chunk), chunk, stream=self.stream)
         self.engine.enqueue(self.stream)
@@ -226,20 +241,31 @@ class Runner:
     def _starts(self, chunk: Chunk) -> Sequence[int]:
         return self.cache.host_kv_cache_lengths[chunk.first : chunk.end]
 
-    def run(self, chunk: Chunk, rows: Rows, *, every_logit: bool) -> None:
-        """Enqueue the new tokens of a contiguous range of slots; nothing is committed. Does not wait."""
+    def run(self, chunk: Chunk, rows: Rows, *, every_logit: bool, parents: Rows | None = None) -> None:
+        """Enqueue the new tokens of a contiguous range of slots, or trees of them; nothing is committed. Does not wait."""
         if chunk.first:
             self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
         self._buffers.write_rows(rows, chunk.width, stream=self.stream, every_logit=every_logit)
         self._take(chunk.first, chunk.takes)
         self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
-        self._enqueue(chunk)
+        self._enqueue(chunk, parents)
 
-    def prefill(self, chunk: Chunk, rows: Rows, *, every_logit: bool = False) -> None:
+    def prefill(self, chunk: Chunk, rows: Rows, *, every_logit: bool = False, parents: Rows | None = None) -> None:
         """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait."""
-        self.run(chunk, rows, every_logit=every_logit)
+        self.run(chunk, rows, every_logit=every_logit, parents=parents)
         after = self.cache.active_batch_size - chunk.end
         self.commit([0] * chunk.first + [*chunk.takes] + [0] * after)
+
+    def commit_paths(self, starts: Sequence[int], paths: Rows) -> None:
+        """Commit the tokens of the last enqueue at the indices ``paths``, after ``starts`` tokens of each slot. Does not wait."""
+        if any(path[-1] >= len(path) for path in paths if path):  # not the first rows
+            assert self._paths is not None
+            if self.cache.kv_layers is not None:
+                on_device = self._paths.write(paths, stream=self.stream)
+                self.cache.kv_layers.keep_paths(self.cache.kv_cache_lengths, *on_device, stream=self.stream)
+            if self.hidden_states is not None:
+                self.hidden_states.keep_paths(starts, paths, stream=self.stream)
+        self.commit(tuple(map(len, paths)))
 
     def commit(self, increments: int | Sequence[int]) -> None:
         """Count tokens that the last enqueue has run, or will run, and make the states after them current. Does not wait."""
@@ -279,7 +305,7 @@ class Runner:
 
     def close(self) -> None:
         """Release the buffers. Idempotent."""
-        for owner in (self._buffers, self.hidden_states, self.hidden_inputs):
+        for owner in (self._buffers, self.hidden_states, self.hidden_inputs, self._paths):
             if owner is not None:
                 owner.close()
 

@@ -59,6 +59,7 @@ from trt_kvcache.session.statistics import SessionStatistics
 from trt_kvcache.session.step_plan import StepPlan
 from trt_kvcache.session.timeline import Timeline
 from trt_kvcache.session.token_stream import TokenStream
+from trt_kvcache.session.tree_checks import checked_parents
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -638,16 +639,21 @@ class InferenceSession(Uncopyable):
         return np.array(self._batch.decode(row))
 
     @exclusive
-    def verify(self, tokens: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
+    def verify(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None) -> np.ndarray[Any, Any]:
         """Run several tokens of every active sequence in one enqueue, and return the logits of all of them.
 
         This is the verification step of speculative decoding: run the token that was chosen last and a draft of the next tokens, compare
-        the draft with the tokens that the logits choose, and :meth:`accept` the tokens that agree.
+        the draft with the tokens that the logits choose, and :meth:`accept` the tokens that agree. A draft may be a tree, in which several
+        tokens are proposed for a position.
 
         Parameters
         ----------
         tokens : sequence of sequence of int (A,)
             For each active slot the token that was chosen last and a draft, which may be empty. An empty row for a slot that is idle.
+        parents : sequence of sequence of int (A,), optional
+            For trees: for each token the index in its row of the token that it follows, -1 for the first one. A parent comes before its
+            children, and a tree has at most 64 tokens. The logits after a token are those after its ancestors and itself. If left out, each
+            token follows the one before it.
 
         Returns
         -------
@@ -658,7 +664,8 @@ class InferenceSession(Uncopyable):
         Raises
         ------
         ConfigError
-            The engine returns the logits of fewer tokens per slot. Nothing was changed.
+            The engine returns the logits of fewer tokens per slot, or does not take trees: a TensorRT engine, or one of a model with
+            recurrent states. Nothing was changed.
         CapacityError, RangeError, ShapeError, LayoutError, BindingError, ClosedError
             Nothing was changed.
 
@@ -678,6 +685,15 @@ class InferenceSession(Uncopyable):
         ...     session.accept([3 if agree else 1])
         ...     agree, session.tokens(0) == (5, 6, 7, token)
         (False, True)
+
+        A tree: 9 and 10 are proposed after 8, and 11 after 10.
+
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="numpy") as session:
+        ...     _ = session.prefill([[5, 6, 7]])
+        ...     logits = session.verify([[8, 9, 10, 11]], parents=[[-1, 0, 0, 2]])
+        ...     session.accept(paths=[[0, 2, 3]])
+        ...     logits.shape, session.tokens(0)
+        ((1, 4, 320), (5, 6, 7, 8, 10, 11))
         """
         self._check_open()
         if isinstance(tokens, str) or not isinstance(tokens, (Sequence, np.ndarray)):
@@ -685,23 +701,31 @@ class InferenceSession(Uncopyable):
         rows = [self._prompts.tokens(f"tokens[{slot}]", row) for slot, row in enumerate(tokens)]
         if not any(rows):
             raise ShapeError("tokens: expected at least one token of an active slot, got none.")
+        trees = None if parents is None else checked_parents(parents, rows)
+        if trees is not None and not self._runner.takes_trees:
+            name = "a model with recurrent states" if self._runner.has_states else f"a {type(self._engine).__name__}"
+            raise ConfigError(f"parents: expected chains with {name}, got a tree. Leave parents out.")
         self._check_logits_per_slot("verify", max(map(len, rows)))
-        return self._batch.verify(rows)
+        return self._batch.verify(rows, trees)
 
     @exclusive
-    def accept(self, counts: Sequence[int]) -> None:
-        """Keep the first tokens that the last :meth:`verify` has run of each sequence. The others are dropped.
+    def accept(self, counts: Sequence[int] | None = None, *, paths: Sequence[Sequence[int]] | None = None) -> None:
+        """Keep tokens that the last :meth:`verify` has run of each sequence. The others are dropped.
 
         Parameters
         ----------
-        counts : sequence of int (A,)
-            Number of tokens of each row to keep, from 0 to all: the token that was chosen before, and the tokens of the draft that agree.
-            They replace pending tokens.
+        counts : sequence of int (A,), optional
+            Number of first tokens of each row to keep, from 0 to all: the token that was chosen before, and the tokens of the draft that
+            agree. They replace pending tokens.
+        paths : sequence of sequence of int (A,), optional
+            Instead of ``counts``, for trees: indices of the tokens of each row to keep, from 0, the root, to a child, a child of it, and so
+            on; empty to keep none.
 
         Raises
         ------
         RangeError
-            A count is out of range, or another call has changed the sequences since :meth:`verify`. Nothing was changed.
+            A count is out of range, or indices are no path; both or neither are given; or another call has changed the sequences since
+            :meth:`verify`. Nothing was changed.
         ShapeError, ClosedError
             Nothing was changed.
 
@@ -716,7 +740,12 @@ class InferenceSession(Uncopyable):
         (5, 6, 7, 8, 9)
         """
         self._check_open()
-        self._batch.accept(counts)
+        if paths is None and counts is not None:
+            self._batch.accept(counts)
+        elif counts is None and paths is not None:
+            self._batch.accept_paths(paths)
+        else:
+            raise RangeError(f"accept: expected counts or paths, got {'neither' if counts is None else 'both'}.")
 
     @exclusive
     def rewind(self, slot: int, length: int) -> None:

@@ -18,6 +18,7 @@ from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO, Atte
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -52,6 +53,7 @@ class OpenOptions(TypedDict, total=False):
     prompt_cache_bytes: int
     cuda_graphs: bool
     draft: str | None
+    draft_tree: int | None
     prefill_chunk: int
     max_embeddings: int
 
@@ -114,6 +116,10 @@ class SessionOptions:
         opened with ``engine`` and ``dtype`` of this session. Or it is the folder of an EAGLE-3 head for a model folder; not with TensorRT,
         as for ``"mtp"``. The engine of the large model must return the logits of several tokens per
         slot, as an engine does that is opened from a model folder. Off if left out.
+    draft_tree : int, optional
+        Most tokens of a draft that is a tree, from 2 to 64, with the token before it. A tree proposes several tokens for a position, so
+        more tokens are accepted in a step that verifies more of them. For ``draft`` with the path of a small model or of an EAGLE-3 head.
+        Not with TensorRT, which ``"auto"`` then leaves out, and not for a model with recurrent states. Drafts are chains if left out.
     prefill_chunk : int
         Chunked prefill: most prompt tokens that a ``step`` runs together with requests that decode, so that these do not wait for a long
         prompt. A smaller number makes the time between tokens more even, a larger one the first token of a long prompt earlier. Without
@@ -183,6 +189,7 @@ class SessionOptions:
     prompt_cache_bytes: int = 0
     cuda_graphs: bool = True
     draft: str | None = None
+    draft_tree: int | None = None
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     max_embeddings: int = 0
     max_batch_size: int | None = None
@@ -208,6 +215,12 @@ class SessionOptions:
             object.__setattr__(self, "draft", _path_text("draft", self.draft))
             if self.draft == MTP and self.engine == "tensorrt":
                 raise ConfigError("draft: expected ngram, the folder of a model or none with engine='tensorrt', got 'mtp'.")
+        if self.draft_tree is not None:
+            int_in_range("draft_tree", self.draft_tree, 2, MAX_TREE_TOKENS, error=ConfigError)
+            if self.draft in (None, NGRAM):
+                raise ConfigError(f"draft_tree: expected draft with the folder of a small model or a head, got draft={self.draft!r}.")
+            if self.engine == "tensorrt":
+                raise ConfigError(f"draft_tree: expected none with engine='tensorrt', which takes chains only, got {self.draft_tree}.")
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         int_in_range("prefill_chunk", self.prefill_chunk, 1)
         int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError)

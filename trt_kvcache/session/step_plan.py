@@ -28,11 +28,13 @@ class StepPlan(NamedTuple):
     #: New tokens of each slot.
     counts: tuple[int, ...]
     logits: Sequence[LogitsWanted]
+    #: For each row the index of each token's parent in the row, -1 for a root; None if all rows are chains.
+    parents: Rows | None = None
 
     @classmethod
-    def of(cls, rows: Rows, wanted: LogitsWanted = LogitsWanted.LAST) -> StepPlan:
+    def of(cls, rows: Rows, wanted: LogitsWanted = LogitsWanted.LAST, parents: Rows | None = None) -> StepPlan:
         """Plan rows that all want the same logits, idle slots none."""
-        return cls(rows, tuple(map(len, rows)), [wanted if row else LogitsWanted.NONE for row in rows])
+        return cls(rows, tuple(map(len, rows)), [wanted if row else LogitsWanted.NONE for row in rows], parents)
 
     @classmethod
     def decode(cls, tokens: Sequence[int]) -> StepPlan:
@@ -59,9 +61,9 @@ class StepPlan(NamedTuple):
         """Return the slots that are not idle."""
         return compress(range(len(self.rows)), self.rows)
 
-    def first(self, counts: Sequence[int]) -> StepPlan:
-        """Return the plan of the first ``counts`` tokens of each row: the accepted ones. They have run, so no logits are wanted."""
-        return StepPlan.of([row[:count] for row, count in zip(self.rows, counts, strict=True)], LogitsWanted.NONE)
+    def accepted(self, paths: Rows) -> StepPlan:
+        """Return the plan of the tokens at the indices ``paths`` of each row, as chains. They have run, so no logits are wanted."""
+        return StepPlan.of([[row[index] for index in path] for row, path in zip(self.rows, paths, strict=True)], LogitsWanted.NONE)
 
     def applied(self, slots: Sequence[Slot]) -> list[Slot]:
         """Return the slots after the step."""

@@ -195,7 +195,13 @@ class TorchEngine(DecoderEngine):
         )
 
     def open_draft_head(
-        self, checkpoint: Checkpoint, *, kv: DecoderCacheConfig, max_prefill_length: int, hidden_layers: HiddenLayers
+        self,
+        checkpoint: Checkpoint,
+        *,
+        kv: DecoderCacheConfig,
+        max_prefill_length: int,
+        max_logits_per_slot: int = 1,
+        hidden_layers: HiddenLayers,
     ) -> TorchEngine:
         """See :meth:`DecoderEngine.open_draft_head`."""
         weights = self._weights
@@ -222,6 +228,7 @@ class TorchEngine(DecoderEngine):
             load_packed,
             kv=kv,
             max_prefill_length=max_prefill_length,
+            max_logits_per_slot=max_logits_per_slot,
             memory=self.memory,
             hidden_layers=hidden_layers,
             draft_tokens=checkpoint.draft_tokens,
