@@ -201,6 +201,16 @@ def test_layer_norm_agrees_with_the_reference_engine(memory, calls, tmp_path):
         ("qwen3_moe", {}, "expert_up silu_mul"),
         ("gpt_oss", {"intermediate_size": 40}, "expert_up"),  # clamped SwiGLU
         ("nemotron_h-latent", {"moe_intermediate_size": 40, "mamba_head_dim": 64, "ssm_state_size": 128}, "expert_up relu2"),
+        (
+            "gemma4-experts",
+            {
+                "moe_intermediate_size": 40,
+                "global_head_dim": 64,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "expert_up gelu_tanh_mul",
+        ),
     ],
 )
 def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, launched, dtype, head_dim):

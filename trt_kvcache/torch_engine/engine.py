@@ -70,6 +70,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("norm_offset", "norm_rounding", "norm_places", "activation", "residual_multiplier", "embedding_multiplier"),
         *("final_softcap", "logits_divisor", "fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2"),
         *("gated_delta_net", "output_gate", "relu2", "ungated_mlp", "experts", "shared_expert", "latent_experts"),
+        *("router_norm", "expert_scale", "branch_norms"),
         *("interleaved_rope", "norm_after_rope", "layer_norm", "parallel", "sinks", "clamped_swiglu"),
         *("v_norm", "values_are_keys", "shared_kv", "per_layer_embeddings", "output_scale", "merged_input"),
         *("parallel_mixers", "no_scan_norm", "gate_after_norm", "projection_multipliers"),
