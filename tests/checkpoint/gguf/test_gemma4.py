@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ pytest.importorskip("gguf")
 
 import gguf
 
-from tests.checkpoint.folders import refused
+from tests.checkpoint.folders import edit_config, refused
+from tests.golden.weights import write as write_weights
 from tests.paths import GOLDEN
 from trt_kvcache import Checkpoint
-from trt_kvcache.model import ModelConfig, RopeConfig
+from trt_kvcache.model import RopeConfig
 
 from .convert import Config, Gemma4, Tensors, convert
 
@@ -50,30 +52,29 @@ class WithFactors(Gemma4):
         return found if self._factors is None else {**found, "rope_freqs.weight": np.array(self._factors, np.float32)}
 
 
-def config_of(folder: str, tmp_path: Path, **options: Any) -> ModelConfig:
-    return Checkpoint.read_config(convert(GOLDEN / folder, tmp_path / "model.gguf", **options))
-
-
 @pytest.mark.parametrize("model", ["gemma4", "gemma4-ple", "gemma4-experts"])
 def test_layers_are_those_of_the_folder(tmp_path: Path, model: str) -> None:
-    found, folder = config_of(model, tmp_path), Checkpoint.read_config(GOLDEN / model)
+    found, folder = (Checkpoint.read_config(path) for path in (convert(GOLDEN / model, tmp_path / "model.gguf"), GOLDEN / model))
     assert found.layers == folder.layers
     assert found.per_layer_embedding == folder.per_layer_embedding
     assert (found.final_softcap, found.tie_word_embeddings) == (folder.final_softcap, folder.tie_word_embeddings)
 
 
-@pytest.mark.parametrize("turning", [0, 1, 5, 6, 11, 12])
+@pytest.mark.parametrize("turning", [1, 11, 15, 22])
 def test_factors_of_frequencies_tell_the_elements_that_turn(tmp_path: Path, turning: int) -> None:
-    """Of a head of 24. Also where 24 times the quotient is less than the elements."""
-    factors = [1.0] * turning + [1e30] * (12 - turning)
-    if turning == 0:
-        path = convert(GOLDEN / "gemma4", tmp_path / "model.gguf", architecture=WithFactors(factors))
-        assert "partial_rotary_factor" in refused(path)
-        return
-    ropes = {mixer.rope for mixer in config_of("gemma4", tmp_path, architecture=WithFactors(factors)).attention_layers if not mixer.window}
-    (rope,) = ropes
+    """Of a head of 44: 44 times the rounded quotient 15 / 22 is less than 30."""
+    folder = shutil.copytree(GOLDEN / "gemma4", tmp_path / "gemma4", ignore=shutil.ignore_patterns("*.safetensors"))
+    edit_config(folder, global_head_dim=44)
+    write_weights(folder)
+    path = convert(folder, tmp_path / "model.gguf", architecture=WithFactors([1.0] * turning + [1e30] * (22 - turning)))
+    (rope,) = {mixer.rope for mixer in Checkpoint.read_config(path).attention_layers if mixer.window is None}
     assert isinstance(rope, RopeConfig)
-    assert int(rope.partial_rotary_factor * 24 // 2) == turning
+    assert int(rope.partial_rotary_factor * 44 // 2) == turning
+
+
+def test_a_head_that_does_not_turn_is_refused(tmp_path: Path) -> None:
+    path = convert(GOLDEN / "gemma4", tmp_path / "model.gguf", architecture=WithFactors([1e30] * 12))
+    assert "partial_rotary_factor" in refused(path)
 
 
 @pytest.mark.parametrize("factors", [None, [1.0] * 11, [1.0] * 13, [1.0] * 3 + [2.0] * 9, [1e30] * 3 + [1.0] * 9])
