@@ -214,13 +214,12 @@ class StateOperations(Protocol):
 
 
 class Router(Protocol):
-    """The choice of the experts of each row, with their weights."""
+    """The choice of the experts of each row, which is normalised already where a router needs it, with their weights."""
 
     def __call__(self, router: RouterConfig, weights: RouterWeights, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts of each row ``[n, hidden]``, int32 or int64 ``[n, k]``, and their weights float32 ``[n, k]``.
 
-        Rows are normalised already, for a router that needs it. All is computed in float32. Of equal scores, the expert with the lower
-        number is chosen.
+        All is computed in float32. Of equal scores, the expert with the lower number is chosen.
         """
 
 
