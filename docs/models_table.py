@@ -111,9 +111,8 @@ def verdicts(family: str) -> list[str]:
     needs = [features(model) for model in (*golden_models(family), *published_models(family))]
     for path, word in ENGINES.values():
         lacking = [[] if path is None else [name for name in need if name not in computed_features(ROOT / path)] for need in needs]
-        first = next((names[0] for names in lacking if names), None)
-        without = "experts" if first == "experts" else FEATURES.get(first or "")
-        found.append(word if first is None else "no" if all(lacking) else f"{word} those without {without}")
+        first = dict.fromkeys("experts" if names[0] == "experts" else FEATURES[names[0]] for names in lacking if names)
+        found.append(word if not first else "no" if all(lacking) else f"{word} those without {' and '.join(first)}")
     return found
 
 

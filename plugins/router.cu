@@ -81,14 +81,16 @@ __device__ __forceinline__ unsigned long long rank_of(float score, int expert) {
 // The `choices` highest scores of a row, from the highest one on: an expert has the place that as many have before it as
 // have a higher rank. Grid: a block for each row, with a thread for each expert, in whole warps.
 extern "C" __global__ void __launch_bounds__(kMaxExperts)
-    choose_experts(const float* logits, const float* choice_bias, int* chosen, float* weights, long long experts,
-                   long long choices, long long softmax, long long renormalise, double sum_epsilon, double factor) {
+    choose_experts(const float* logits, const float* choice_bias, const float* expert_scale, int* chosen,
+                   float* weights, long long experts, long long choices, long long softmax, long long renormalise,
+                   double sum_epsilon, double factor) {
     SHARED_ARRAY(float, of_warps, 2 * kMaxExperts / 32);
     SHARED_ARRAY(unsigned long long, ranks, kMaxExperts);
     SHARED_ARRAY(float, chosen_scores, kMaxExperts);
     const int expert = threadIdx.x;
     const bool exists = expert < experts;
     const float bias = choice_bias && exists ? choice_bias[expert] : 0.0f;
+    const float scale = expert_scale && exists ? expert_scale[expert] : 1.0f;
     grid_dependency_wait();
     const float none = __uint_as_float(0xFF800000u);  // -infinity
     const float logit = exists ? logits[blockIdx.x * experts + expert] : none;
@@ -122,5 +124,5 @@ extern "C" __global__ void __launch_bounds__(kMaxExperts)
         for (int other = 0; other < choices; other++) divisor += chosen_scores[other];
         divisor += static_cast<float>(sum_epsilon);
     }
-    weights[blockIdx.x * choices + place] = score / divisor * static_cast<float>(factor);
+    weights[blockIdx.x * choices + place] = score / divisor * static_cast<float>(factor) * scale;
 }

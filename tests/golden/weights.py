@@ -14,7 +14,9 @@ from safetensors.numpy import save
 
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.tensor_shapes import tensor_shapes
+from trt_kvcache.model.weight_parts import stacked_experts
 
 HERE = Path(__file__).parent
 SEEDS = {
@@ -90,6 +92,8 @@ SEEDS = {
     "gemma4-bias": 74,
     "gemma4-shared": 79,
     "gemma4-ple": 90,
+    "gemma4-experts": 94,
+    "gemma4-experts-ple": 95,
     "falcon_h1": 91,
     "falcon_h1-bias": 92,
 }
@@ -197,6 +201,8 @@ def is_choice_bias(name):
 
 def stored_tensors(config, quantization, tensors):
     """Return tensors as transformers reads them: where it reads no other form, with all experts of a layer in one."""
+    if config.family == "gemma4_text":
+        return stacked_tensors(config, tensors)
     if config.family != "gpt_oss":
         return tensors
     experts = range(config.layers[0].mlp.router.num_experts)
@@ -215,6 +221,19 @@ def stored_tensors(config, quantization, tensors):
                     found[f"{prefix}{name}"] = np.ascontiguousarray(values.swapaxes(1, 2))
                 else:
                     found[f"{prefix}{name}_blocks"], found[f"{prefix}{name}_scales"] = mxfp4(values)
+    return found
+
+
+def stacked_tensors(config, tensors):
+    """Return tensors with those of all experts of a layer in one, for each of the family's stacks of whole weights."""
+    found = dict(tensors)
+    for index in range(config.num_layers):
+        for stack in FAMILIES[config.family].stacked:
+            experts = stacked_experts(config, index, stack)
+            if experts:
+                found[f"model.layers.{index}.{stack}"] = np.stack(
+                    [np.concatenate([found.pop(name) for name in names]) for names in experts]
+                )
     return found
 
 
@@ -239,4 +258,6 @@ def random_values(seed, name, shape):
     deviation = 0.5 if name.endswith(".bias") or "embed" in name else 1.0 / np.sqrt(np.prod(shape[1:]))
     if "q_proj.weight" in name or "k_proj.weight" in name:
         deviation *= 1.5
+    if name.endswith("router.scale"):  # of an input of length 1
+        deviation *= 2.0 * np.sqrt(shape[0])
     return (2.0 * uniform - 1.0) * np.sqrt(3.0) * deviation

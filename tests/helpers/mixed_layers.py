@@ -146,6 +146,8 @@ class RandomCheckpoint:
     def _values(self, name: str) -> np.ndarray:
         shape = self._shapes[name]
         values = np.random.default_rng([*name.encode()]).standard_normal(shape)
+        if name.endswith("router.scale"):  # of an input of length 1, so that experts have scores of their own
+            return (values * shape[0] ** 0.5).astype(np.float32)
         if "norm" not in name:
             return (values * (shape[-1] ** -0.5 if len(shape) > 1 else 0.3)).astype(np.float32)
         has_offset = any(part in name for part in _WITH_OFFSET)

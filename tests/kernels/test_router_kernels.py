@@ -55,10 +55,10 @@ def test_logits(memory, stream, shape, with_bias, dtype):
     np.testing.assert_array_equal(behind, 7)
 
 
-def choose(memory, stream, router, logits, choice_bias=None):
+def choose(memory, stream, router, logits, choice_bias=None, expert_scale=None):
     """Return the experts and weights of rows of logits."""
     rows, count = len(logits), router.experts_per_token
-    operands = [None if one is None else followed(memory, stream, one, 9e9) for one in (logits, choice_bias)]
+    operands = [None if one is None else followed(memory, stream, one, 9e9) for one in (logits, choice_bias, expert_scale)]
     chosen = followed(memory, stream, np.full((rows, count), -1, np.int32), by=-7)
     weights = followed(memory, stream, np.full((rows, count), np.nan, np.float32), by=7)
     choose_experts_kernel(*operands, chosen, weights, router, stream)
@@ -75,6 +75,7 @@ ROUTERS = {
     "Nemotron": RouterConfig(
         num_experts=128, experts_per_token=6, scores="sigmoid", choice_bias=True, renormalise=True, sum_epsilon=1e-20, factor=2.5
     ),
+    "Gemma 4": RouterConfig(num_experts=128, experts_per_token=8, renormalise=True, norm_epsilon=1e-6, expert_scale=True),
     "all experts": RouterConfig(num_experts=5, experts_per_token=5),
     "one": RouterConfig(num_experts=1, experts_per_token=1, scores="sigmoid"),
     "most": RouterConfig(num_experts=MAX_EXPERTS, experts_per_token=32, renormalise=True, factor=0.5),
@@ -88,7 +89,8 @@ def test_choices(memory, stream, name, rows):
     router = ROUTERS[name]
     random = np.random.default_rng(rows)
     logits = (random.standard_normal((rows, router.num_experts)) * 3).astype(np.float32)
-    bias = random.standard_normal(router.num_experts).astype(np.float32) if router.choice_bias else None
+    of_experts = [random.standard_normal(router.num_experts).astype(np.float32) for _ in range(2)]
+    bias, scale = of_experts[0] if router.choice_bias else None, of_experts[1] if router.expert_scale else None
     wide = logits.astype(np.float64)
     if router.scores == "softmax":
         scores = np.exp(wide - wide.max(axis=1, keepdims=True))
@@ -99,9 +101,10 @@ def test_choices(memory, stream, name, rows):
     factors = np.take_along_axis(scores, experts, axis=1)
     if router.renormalise:
         factors = factors / (factors.sum(axis=1, keepdims=True) + router.sum_epsilon)
-    chosen, weights = choose(memory, stream, router, logits, bias)
+    factors = factors * router.factor * (1 if scale is None else scale[experts])
+    chosen, weights = choose(memory, stream, router, logits, bias, scale)
     np.testing.assert_array_equal(chosen, experts)
-    np.testing.assert_allclose(weights, factors * router.factor, rtol=SCORE_ROUNDING * 10)
+    np.testing.assert_allclose(weights, factors, rtol=SCORE_ROUNDING * 10)
 
 
 def test_of_equal_scores_the_lower_expert(memory, stream):

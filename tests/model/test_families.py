@@ -11,7 +11,16 @@ import pytest
 
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig, PerLayerEmbeddingConfig, PerLayerInputConfig, QueryScaling, RopeConfig, RoutedMlpConfig
+from trt_kvcache.model import (
+    MlpConfig,
+    ModelConfig,
+    PerLayerEmbeddingConfig,
+    PerLayerInputConfig,
+    QueryScaling,
+    RopeConfig,
+    RoutedMlpConfig,
+    RouterConfig,
+)
 from trt_kvcache.model.families.registry import FAMILIES
 
 #: RoPE of Devstral 2, whose queries are not scaled.
@@ -94,6 +103,19 @@ def test_the_per_layer_embedding_of_gemma_4() -> None:
     absent = golden("gemma4-ple", hidden_size_per_layer_input=None, vocab_size_per_layer_input=3)
     assert (absent.per_layer_embedding, {layer.per_layer_input for layer in absent.layers}) == (None, {None})
     assert golden("gemma4-ple", vocab_size_per_layer_input=None).per_layer_embedding.vocab_size == 262144
+
+
+def test_experts_of_gemma_4_are_next_to_a_dense_mlp() -> None:
+    model = golden("gemma4-experts-ple")
+    router = RouterConfig(num_experts=5, experts_per_token=3, renormalise=True, norm_epsilon=0.001, expert_scale=True)
+    dense = [MlpConfig(intermediate_size=size) for size in (20, 20, 40, 40)]
+    expert = MlpConfig(intermediate_size=36)
+    expected = [RoutedMlpConfig(router=router, expert=expert, shared=shared, branch_norm=model.final_norm) for shared in dense]
+    assert [layer.mlp for layer in model.layers] == expected
+    assert {(layer.mlp_norm, layer.mlp_output_norm) for layer in model.layers} == {(None, model.final_norm)}
+    single = golden("gemma4-experts-ple", enable_moe_block=False)
+    assert [layer.mlp for layer in single.layers] == dense, "the number of experts is then ignored, as in transformers"
+    assert {layer.mlp_norm for layer in single.layers} == {model.final_norm}
 
 
 def test_gemma_4_without_its_optional_fields() -> None:
@@ -226,7 +248,10 @@ def test_a_model_is_found_by_the_class_name_of_older_files() -> None:
         ("gemma2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types: chunked_attention is not"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: .* has attention logit softcapping, which is"),
         ("gemma3", {"rope_parameters": {"rope_theta": 3.0}}, "rope_parameters: expected one object for full_attention and one for"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block: .* has a mixture of experts"),
+        ("gemma4-experts", {"num_experts": 0}, "top_k_experts: expected at most the number of experts, 0, got 2"),
+        ("gemma4-experts", {"num_experts": 1}, "top_k_experts: expected at most the number of experts, 1, got 2"),
+        ("gemma4-experts", {"top_k_experts": None}, "top_k_experts: expected a value, got none"),
+        ("gemma4-experts", {"moe_intermediate_size": None}, "moe_intermediate_size: expected a value, got none"),
         ("gemma4", {"enable_moe_block": 1}, "enable_moe_block: expected true or false, got 1"),
         ("gemma4", {"attention_k_eq_v": "yes"}, "attention_k_eq_v: expected true or false, got 'yes'"),
         ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers: expected an integer from 0 to 3, got -1"),

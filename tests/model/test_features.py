@@ -121,6 +121,9 @@ def test_llama_needs_none() -> None:
                    | {"norm_places", "output_scale", "activation", "embedding_multiplier", "final_softcap", "shared_kv"}),
         ("gemma4-ple", {"window", "scale", "several_ropes", "several_shapes", "v_norm", "norm_rounding", "norm_places", "output_scale"}
                    | {"activation", "embedding_multiplier", "final_softcap", "shared_kv", "per_layer_embeddings"}),
+        ("gemma4-experts", {"window", "scale", "several_ropes", "several_shapes", "v_norm", "values_are_keys", "norm_rounding"}
+                           | {"norm_places", "output_scale", "activation", "embedding_multiplier", "final_softcap"}
+                           | {"experts", "shared_expert", "router_norm", "expert_scale", "branch_norms"}),
     ],
 )  # fmt: skip
 def test_what_families_need(name: str, expected: set[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.models import model_of
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ClampedSwiGLU, MlpConfig, ModelConfig, RoutedMlpConfig, RouterConfig
+from trt_kvcache.model import ClampedSwiGLU, MlpConfig, ModelConfig, NormConfig, RoutedMlpConfig, RouterConfig
 
 FULL = RoutedMlpConfig(
     router=RouterConfig(
@@ -24,10 +24,13 @@ FULL = RoutedMlpConfig(
         choice_bias=True,
         num_groups=4,
         groups_per_token=2,
+        norm_epsilon=1e-5,
+        expert_scale=True,
     ),
     expert=MlpConfig(intermediate_size=28, activation="relu2", bias=True, gated=False),
     shared=MlpConfig(intermediate_size=36),
     shared_gate=True,
+    branch_norm=NormConfig(epsilon=1e-4, weight_offset=1.0),
 )
 
 
@@ -72,6 +75,7 @@ def test_a_description_with_experts_is_read_back() -> None:
         ({"scores": "relu"}, "RouterConfig.scores: expected one of softmax, sigmoid, got 'relu'"),
         ({"sum_epsilon": -1e-6}, "RouterConfig.sum_epsilon: expected a finite number > 0, got -1e-06"),
         ({"factor": 0.0}, "RouterConfig.factor: expected a finite number > 0, got 0.0"),
+        ({"norm_epsilon": 0.0}, "RouterConfig.norm_epsilon: expected a finite number > 0, got 0.0"),
         ({"num_groups": 5}, "RouterConfig.num_groups: expected groups of 2 or more of 12 experts, got 5"),
         ({"num_groups": 12}, "RouterConfig.num_groups: expected groups of 2 or more of 12 experts, got 12"),
         ({"groups_per_token": 5}, "RouterConfig.groups_per_token: expected an integer from 1 to 4, got 5"),
@@ -86,3 +90,8 @@ def test_contradictions_of_a_router(changes: dict[str, Any], message: str) -> No
 def test_a_gate_needs_a_shared_expert() -> None:
     with pytest.raises(ConfigError, match=r"RoutedMlpConfig\.shared_gate: expected False without a shared expert, got True"):
         replace(FULL, shared=None)
+
+
+def test_norms_of_branches_need_a_shared_expert() -> None:
+    with pytest.raises(ConfigError, match=r"RoutedMlpConfig\.branch_norm: expected None without a shared expert, got norms"):
+        replace(FULL, shared=None, shared_gate=False)

@@ -23,6 +23,7 @@ from trt_kvcache.model.parameter_counts import ParameterCounts
         ("lfm2-8b-a1b", 8.3, 1.5),
         ("nemotron-3-nano-30b-a3b", 31.6, 3.6),
         ("nemotron-3-super-120b-a12b", 120.6, 12.7),
+        ("gemma-4-26b-a4b-it", 25.2, 3.8),
         ("gpt-oss-20b", 20.9, 3.6 + 0.58),  # announced without the embedding
         ("gpt-oss-120b", 116.8, 5.1 + 0.58),
     ],

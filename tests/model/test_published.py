@@ -94,11 +94,13 @@ def experts_in_words(mlp: RoutedMlpConfig) -> list[str]:
     scores = f"{router.scores} scores{f' over their sum + {router.sum_epsilon:g}' if router.renormalise else ''}"
     return [
         f"{router.experts_per_token} of {router.num_experts} experts of {mlp_in_words(mlp.expert)}",
-        scores + (f" * {router.factor:g}" if router.factor != 1 else ""),
+        scores + (f" * {router.factor:g}" if router.factor != 1 else "") + (" * scales of experts" if router.expert_scale else ""),
+        *([f"norm of the router's input {router.norm_epsilon:g}"] if router.norm_epsilon is not None else []),
         *([f"{router.groups_per_token} of {router.num_groups} groups"] if router.num_groups > 1 else []),
         *[name for name in ("bias", "choice_bias") if getattr(router, name)],
         *([f"latent size {mlp.latent_size}{' with bias' if mlp.latent_bias else ''}"] if mlp.latent_size else []),
         *([f"shared {mlp_in_words(mlp.shared)}{' with a gate' if mlp.shared_gate else ''}"] if mlp.shared is not None else []),
+        *(["norms of experts and shared expert"] if mlp.branch_norm is not None else []),
     ]
 
 

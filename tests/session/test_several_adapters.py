@@ -25,7 +25,7 @@ from trt_kvcache.errors import CheckpointError, ConfigError, ShapeError, Snapsho
 
 #: Models with experts last: the rows of an expert are of all slots, and the order of their sums depends on the number of rows.
 DENSE = ("llama", "qwen3-sharded", "gemma3", "phi3-long", "gemma4-ple", "falcon_h1", "lfm2", "qwen3_5", "bamba")
-EXPERTS = ("mixtral", "qwen3_next-experts", "nemotron_h-latent", "gpt_oss")
+EXPERTS = ("mixtral", "qwen3_next-experts", "nemotron_h-latent", "gpt_oss", "gemma4-experts")
 
 #: Adapters with golden logits that change linear layers alone.
 OF_PEFT = ("ernie4_5", "llama", "phi3-long")

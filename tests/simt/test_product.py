@@ -1312,6 +1312,14 @@ MISTAKES = {
         ROUTER_TESTS,
         RACE,
     ),
+    "weights without the scales of experts": (
+        ROUTER,
+        "static_cast<float>(factor) * scale;",
+        "static_cast<float>(factor);",
+        "none",
+        ROUTER_TESTS,
+        "test_choices",
+    ),
     "weights with the bias of the choice": (
         ROUTER,
         "weights[blockIdx.x * choices + place] = score",

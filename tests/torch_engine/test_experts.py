@@ -88,9 +88,9 @@ def choice(rows: int, experts: int, per_row: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_router_chooses_as_in_numpy(name: str) -> None:
     router = router_of(name)
-    logits, bias = inputs_of(router)
-    expected, expected_weights = route_in_numpy(router, logits, bias)
-    experts, weights = choose(router, torch.from_numpy(logits), None if bias is None else torch.from_numpy(bias))
+    logits, *optional = inputs_of(router)
+    expected, expected_weights = route_in_numpy(router, logits, *optional)
+    experts, weights = choose(router, torch.from_numpy(logits), *(None if one is None else torch.from_numpy(one) for one in optional))
     np.testing.assert_array_equal(experts.numpy(), expected)
     assert_close(weights.numpy(), expected_weights)
 

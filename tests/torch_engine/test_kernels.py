@@ -17,6 +17,7 @@ from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model,
 from tests.helpers.quantized_models import write_fp8, write_gptq, write_nvfp4
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
+from tests.torch_engine.gemma4_in_blocks import write_gemma4_in_blocks
 from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
@@ -48,6 +49,7 @@ from trt_kvcache.torch_engine.experts import FixedProducts, SortedProducts  # no
 from trt_kvcache.torch_engine.grouped_experts import GroupedProducts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
+from trt_kvcache.torch_engine.stored_rows import StoredRows  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
 
@@ -203,6 +205,16 @@ def test_layer_norm_agrees_with_the_reference_engine(memory, calls, tmp_path):
         ("qwen3_moe", {}, "expert_up silu_mul"),
         ("gpt_oss", {"intermediate_size": 40}, "expert_up"),  # clamped SwiGLU
         ("nemotron_h-latent", {"moe_intermediate_size": 40, "mamba_head_dim": 64, "ssm_state_size": 128}, "expert_up relu2"),
+        (
+            "gemma4-experts",
+            {
+                "moe_intermediate_size": 40,
+                "global_head_dim": 64,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "expert_up gelu_tanh_mul",
+        ),
     ],
 )
 def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, launched, dtype, head_dim):
@@ -447,6 +459,22 @@ def test_super_blocks_of_many_rows_and_gates_of_another_type(memory, calls, tmp_
     assert calls["packed_linear"] > 0
     assert calls["packed_linear_gated_mul silu"] == 0
     assert calls["linear"] > 0, "a head that is the embedding has 16 bits"
+
+
+def test_a_per_layer_embedding_in_blocks_agrees_with_the_reference_engine(memory, calls, tmp_path):
+    host, path = HostMemory(), write_gemma4_in_blocks(tmp_path)
+    with Checkpoint.open(path) as checkpoint:
+        config = decoder_cache_config(checkpoint.config, **SIZES, dtype="bfloat16", attention="native")
+        options = {"kv": config, "max_prefill_length": 7}
+        ours, reference = (
+            engine(checkpoint, **options, memory=one) for engine, one in ((TorchEngine.open, memory), (ReferenceEngine, host))
+        )
+    assert isinstance(ours._weights.per_layer.embedding, StoredRows)
+    with (
+        InferenceSession(ours, make_cache(config, memory=memory)) as session,
+        InferenceSession(reference, make_cache(config, memory=host)) as expected,
+    ):
+        check_agreement(session, expected, TOLERANCES["bfloat16"])
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8"])

@@ -10,12 +10,13 @@ from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
+from trt_kvcache.checkpoint.quantized.table_blocks import table_blocks
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, supports_attention
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RoutedMlpConfig
-from trt_kvcache.model.tensor_shapes import embedding_name, looked_up_tensors, tensor_shapes
+from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, embedding_name, looked_up_tensors, tensor_shapes
 from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 
 #: Kinds of quantized values that the engine keeps packed, and the largest share that its layout adds to them.
@@ -47,7 +48,9 @@ class TorchMemory:
         names = {name for kind in kinds for name in checkpoint.names_of_kind(kind)}
         if is_nvfp4 or _ACT_ORDER in title:
             names -= expert_tensors(checkpoint.config)
-        return cls(checkpoint.config, {name: checkpoint.nbytes_of(name) for name in _matrices(checkpoint.config) & names})
+        has_rows = checkpoint.config.per_layer_embedding is not None and table_blocks(checkpoint, PER_LAYER_EMBEDDING) is not None
+        tables = {PER_LAYER_EMBEDDING} if has_rows else set()
+        return cls(checkpoint.config, {name: checkpoint.nbytes_of(name) for name in _matrices(checkpoint.config) & names | tables})
 
     def rounded(self, quantize: str) -> TorchMemory:
         """Return the same model with weights rounded to ``quantize``."""

@@ -43,7 +43,13 @@ def _logits_on_host(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor | 
 
 
 def _choose_on_host(
-    logits: DeviceTensor, choice_bias: DeviceTensor | None, chosen: DeviceTensor, weights: DeviceTensor, router: RouterConfig, stream: Any
+    logits: DeviceTensor,
+    choice_bias: DeviceTensor | None,
+    expert_scale: DeviceTensor | None,
+    chosen: DeviceTensor,
+    weights: DeviceTensor,
+    router: RouterConfig,
+    stream: Any,
 ) -> None:
     scores = array_of(logits)
     if router.scores == "softmax":
@@ -57,8 +63,9 @@ def _choose_on_host(
     factors = np.take_along_axis(scores, experts, axis=1)
     if router.renormalise:
         factors = factors / (factors.sum(axis=1, keepdims=True) + np.float32(router.sum_epsilon))
+    factors = factors * np.float32(router.factor)
     array_of(chosen)[:] = experts
-    array_of(weights)[:] = factors * np.float32(router.factor)
+    array_of(weights)[:] = factors if expert_scale is None else factors * array_of(expert_scale)[experts]
 
 
 # --- CUDA: launches of plugins/router.cu ---
@@ -79,7 +86,13 @@ def _logits_on_device(x: DeviceTensor, weight: DeviceTensor, bias: DeviceTensor 
 
 
 def _choose_on_device(
-    logits: DeviceTensor, choice_bias: DeviceTensor | None, chosen: DeviceTensor, weights: DeviceTensor, router: RouterConfig, stream: Any
+    logits: DeviceTensor,
+    choice_bias: DeviceTensor | None,
+    expert_scale: DeviceTensor | None,
+    chosen: DeviceTensor,
+    weights: DeviceTensor,
+    router: RouterConfig,
+    stream: Any,
 ) -> None:
     rows, choices = chosen.shape
     options = (int(router.scores == "softmax"), int(router.renormalise), float(router.sum_epsilon), float(router.factor))
@@ -88,7 +101,10 @@ def _choose_on_device(
         _SOURCE,
         "choose_experts",
         (rows, 1, 1),
-        (logits.ptr, address(choice_bias), chosen.ptr, weights.ptr, router.num_experts, choices, *options),
+        (
+            *(logits.ptr, address(choice_bias), address(expert_scale), chosen.ptr, weights.ptr),
+            *(router.num_experts, choices, *options),
+        ),
         stream,
         threads=-(-router.num_experts // _WARP) * _WARP,
         programmatic_dependent_launch=starts_early(logits.memory),
@@ -103,5 +119,6 @@ def _choose_on_device(
 router_logits_kernel = Kernel(_logits_on_host, _logits_on_device)
 
 #: Write the experts with the highest scores of each row of ``logits``, of equal ones those with the lower numbers, into ``chosen`` int32
-#: ``[n, k]``, and their weights into ``weights`` float32 ``[n, k]``. ``choice_bias [E]`` or None is added to scores for the choice only.
+#: ``[n, k]``, and their weights into ``weights`` float32 ``[n, k]``. ``choice_bias [E]`` or None is added to scores for the choice only;
+#: ``expert_scale [E]`` or None multiplies the weights.
 choose_experts_kernel = Kernel(_choose_on_host, _choose_on_device)

@@ -23,6 +23,9 @@ FEATURES = {
     "experts": "mixture of experts (MoE)",
     "shared_expert": "a shared expert",
     "latent_experts": "experts of another width",
+    "router_norm": "normalised input of the router",
+    "expert_scale": "learned scales of experts",
+    "branch_norms": "norms of experts and shared expert",
     "no_mlp": "layers without an MLP",
     "no_mixer": "MLP-only layers",
     "window": "sliding window",
@@ -141,6 +144,12 @@ def _mlp_places(mlp: MlpConfig | RoutedMlpConfig | None, place: str) -> Iterator
         yield "experts", f"{place}.router.num_experts = {mlp.router.num_experts}"
         if mlp.latent_size is not None:
             yield "latent_experts", f"{place}.latent_size = {mlp.latent_size}"
+        if mlp.router.norm_epsilon is not None:
+            yield "router_norm", f"{place}.router.norm_epsilon = {mlp.router.norm_epsilon}"
+        if mlp.router.expert_scale:
+            yield "expert_scale", f"{place}.router.expert_scale = True"
+        if mlp.branch_norm is not None:
+            yield "branch_norms", f"{place}.branch_norm"
         yield from _mlp_places(mlp.expert, f"{place}.expert")
         if mlp.shared is not None:
             yield "shared_expert", f"{place}.shared"
@@ -211,6 +220,8 @@ def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
             norm = getattr(layer, name)
             if norm is not None:
                 yield f"layers[{index}].{name}", norm
+        if isinstance(layer.mlp, RoutedMlpConfig) and layer.mlp.branch_norm is not None:
+            yield f"layers[{index}].mlp.branch_norm", layer.mlp.branch_norm
         if layer.per_layer_input is not None:
             yield f"layers[{index}].per_layer_input.output_norm", layer.per_layer_input.output_norm
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.qk_norm is not None:
@@ -240,5 +251,6 @@ def _mlp_sizes(mlp: MlpConfig | RoutedMlpConfig) -> tuple[int | bool, ...]:
     if isinstance(mlp, MlpConfig):
         return (mlp.intermediate_size, mlp.bias, mlp.gated)
     router, shared = mlp.router, () if mlp.shared is None else _mlp_sizes(mlp.shared)
-    own = (router.num_experts, router.bias, router.choice_bias, mlp.shared_gate, mlp.latent_size or 0, mlp.latent_bias)
+    presence = (router.bias, router.choice_bias, router.norm_epsilon is not None, router.expert_scale, mlp.branch_norm is not None)
+    own = (router.num_experts, *presence, mlp.shared_gate, mlp.latent_size or 0, mlp.latent_bias)
     return (*own, *_mlp_sizes(mlp.expert), *shared)

@@ -5,7 +5,9 @@ With ``chosen`` for the experts of a token and ``w`` for their weights, a routed
     sum(w[e] * expert[e](x) for e in chosen) + sigmoid(shared_gate(x)) * shared(x)
 
 The second term is there with a shared expert only, and its sigmoid only with a gate. Latent experts take a projection of ``x`` to another
-width in its place, and their sum is projected back.
+width in its place, and their sum is projected back. With ``n`` for the norms of ``branch_norm``, the router alone has ``x`` itself::
+
+    n_experts_output(sum(w[e] * expert[e](n_experts(x)) for e in chosen)) + n_shared_output(shared(n_shared(x)))
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import ClassVar, TypeAlias
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.model.norm_config import NormConfig
 
 #: Activations of MLPs: ``x * sigmoid(x)``, GELU in its tanh approximation, and ``max(x, 0) ** 2``.
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
@@ -120,6 +123,11 @@ class RouterConfig:
     num_groups, groups_per_token : int
         Experts are divided into groups of equal size. The groups with the highest sums of their two highest scores are chosen first, and
         then experts of these groups only.
+    norm_epsilon : float or None
+        The input ``x`` of ``n`` elements is replaced by ``scale * x / sqrt(n * (mean(x^2) + norm_epsilon))``, with a learned scale of each
+        element. None for the input as it is.
+    expert_scale : bool
+        True if the weights are multiplied by a learned number of each expert, after ``factor``.
 
     Raises
     ------
@@ -137,6 +145,8 @@ class RouterConfig:
     choice_bias: bool = False
     num_groups: int = 1
     groups_per_token: int = 1
+    norm_epsilon: float | None = None
+    expert_scale: bool = False
 
     def __post_init__(self) -> None:
         int_in_range("RouterConfig.num_experts", self.num_experts, 1, MAX_DIMENSION, error=ConfigError)
@@ -145,6 +155,8 @@ class RouterConfig:
         if self.sum_epsilon != 0:
             positive_number("RouterConfig.sum_epsilon", self.sum_epsilon)
         positive_number("RouterConfig.factor", self.factor)
+        if self.norm_epsilon is not None:
+            positive_number("RouterConfig.norm_epsilon", self.norm_epsilon)
         int_in_range("RouterConfig.num_groups", self.num_groups, 1, self.num_experts, error=ConfigError)
         int_in_range("RouterConfig.groups_per_token", self.groups_per_token, 1, self.num_groups, error=ConfigError)
         if self.num_groups == 1:
@@ -183,12 +195,15 @@ class RoutedMlpConfig:
         True if the projections to that width and back have biases.
     shared_gate : bool
         True if the shared expert's output is multiplied by the sigmoid of a projection of the MLP's input to one number.
+    branch_norm : NormConfig or None
+        Norms of the input of the experts, of their weighted sum, and of the input and the output of the shared expert. Each has a weight
+        of its own. None without them.
 
     Raises
     ------
     ConfigError
-        A size is out of range, there is a gate without a shared expert or a bias without a latent size, or an expert has a
-        ``gate_multiplier``.
+        A size is out of range, there is a gate or a ``branch_norm`` without a shared expert or a bias without a latent size, or an expert
+        has a ``gate_multiplier``.
     """
 
     kind: ClassVar[str] = "routed"
@@ -199,6 +214,7 @@ class RoutedMlpConfig:
     shared_gate: bool = False
     latent_size: int | None = None
     latent_bias: bool = False
+    branch_norm: NormConfig | None = None
 
     def __post_init__(self) -> None:
         if self.latent_size is not None:
@@ -209,3 +225,5 @@ class RoutedMlpConfig:
             raise ConfigError("RoutedMlpConfig.expert: expected experts with a gate_multiplier of 1, got another.")
         if self.shared_gate and self.shared is None:
             raise ConfigError("RoutedMlpConfig.shared_gate: expected False without a shared expert, got True.")
+        if self.branch_norm is not None and self.shared is None:
+            raise ConfigError("RoutedMlpConfig.branch_norm: expected None without a shared expert, got norms.")

@@ -14,7 +14,9 @@ from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 
 #: Weights that no engine rounds or packs, as that would change the choice of experts.
-EXACT_ROLES = frozenset({"router.weight", "router.bias", "choice_bias"})
+EXACT_ROLES = frozenset({"router.weight", "router.bias", "router_scale", "choice_bias", "expert_scale"})
+#: Norms of the branches of a routed MLP.
+_BRANCH_NORMS = ("experts_norm", "experts_output_norm", "shared_norm", "shared_output_norm")
 #: Weights whose rows are elements of q or k.
 _ROTATED = ("q", "k", "q_norm", "k_norm")
 
@@ -235,8 +237,14 @@ def _routed_mlp_shapes(mlp: RoutedMlpConfig, hidden: int) -> dict[str, tuple[int
     """Return the shapes of a router, of each expert in turn with the projections around them, and of a shared expert."""
     experts = mlp.router.num_experts
     shapes = _projection("router", experts, hidden, bias=mlp.router.bias)
+    if mlp.router.norm_epsilon is not None:
+        shapes["router_scale"] = (hidden,)
     if mlp.router.choice_bias:
         shapes["choice_bias"] = (experts,)
+    if mlp.router.expert_scale:
+        shapes["expert_scale"] = (experts,)
+    for name in _BRANCH_NORMS:
+        shapes |= _norm_shapes(name, mlp.branch_norm, hidden)
     width = hidden if mlp.latent_size is None else mlp.latent_size
     if mlp.latent_size is not None:
         shapes |= _projection("latent_in", width, hidden, bias=mlp.latent_bias)

@@ -20,6 +20,7 @@ from trt_kvcache.model import (
     ModelConfig,
     NormConfig,
     RoutedMlpConfig,
+    RouterConfig,
 )
 from trt_kvcache.reference.activations import ACTIVATIONS, clamped_swiglu, sigmoid
 from trt_kvcache.reference.adapters import AdaptedProjection
@@ -243,19 +244,31 @@ def mlp(config: MlpConfig, layer: DecoderLayerWeights, hidden: Float32, role: st
 
 def routed_mlp(config: RoutedMlpConfig, layer: DecoderLayerWeights, hidden: Float32) -> Float32:
     """Apply the chosen experts of each token, and the shared one, to ``hidden`` ``[..., hidden]``; the result has the same shape."""
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    experts, weights = route(config.router, project(layer.projection("router"), rows), layer.get("choice_bias"))
-    taken = rows if config.latent_size is None else project(layer.projection("latent_in"), rows)
+    rows, norm = hidden.reshape(-1, hidden.shape[-1]), config.branch_norm
+    logits = project(layer.projection("router"), router_input(config.router, layer, rows))
+    experts, weights = route(config.router, logits, layer.get("choice_bias"), layer.get("expert_scale"))
+    taken = optional_norm(rows, layer.norm("experts_norm"), norm)
+    taken = taken if config.latent_size is None else project(layer.projection("latent_in"), taken)
     result = np.zeros_like(taken)
     for expert in np.unique(experts).tolist():
         tokens, places = np.nonzero(experts == expert)  # a token has an expert once, so no row is added twice
         result[tokens] += weights[tokens, places, None] * mlp(config.expert, layer, taken[tokens], f"expert_{{}}.{expert}")
     if config.latent_size is not None:
         result = project(layer.projection("latent_out"), result)
+    result = optional_norm(result, layer.norm("experts_output_norm"), norm)
     if config.shared is not None:
-        shared = mlp(config.shared, layer, rows, "shared_{}")
+        shared = mlp(config.shared, layer, optional_norm(rows, layer.norm("shared_norm"), norm), "shared_{}")
+        shared = optional_norm(shared, layer.norm("shared_output_norm"), norm)
         result += shared * sigmoid(project(layer.projection("shared_expert_gate"), rows)) if config.shared_gate else shared
     return result.reshape(hidden.shape)
+
+
+def router_input(config: RouterConfig, layer: DecoderLayerWeights, rows: Float32) -> Float32:
+    """Return the input ``[n, hidden]`` of a router's projection: normalised and scaled, if the router says so."""
+    if config.norm_epsilon is None:
+        return rows
+    scale: Float32 = layer["router_scale"] * np.float32(rows.shape[1] ** -0.5)
+    return normalised(rows, config.norm_epsilon) * scale
 
 
 def scaled(x: Float32, factor: float) -> Float32:

@@ -11,7 +11,9 @@ from trt_kvcache.reference.attention import softmax
 from trt_kvcache.reference.weights import Float32
 
 
-def route(router: RouterConfig, logits: Float32, choice_bias: Float32 | None) -> tuple[npt.NDArray[np.int64], Float32]:
+def route(
+    router: RouterConfig, logits: Float32, choice_bias: Float32 | None, expert_scale: Float32 | None = None
+) -> tuple[npt.NDArray[np.int64], Float32]:
     """Return the experts of each token and their weights, both ``[n, experts_per_token]``, from the router's logits ``[n, num_experts]``.
 
     Of equal scores, the expert with the lower number is chosen.
@@ -24,7 +26,8 @@ def route(router: RouterConfig, logits: Float32, choice_bias: Float32 | None) ->
     weights: Float32 = np.take_along_axis(scores, experts, axis=1)
     if router.renormalise:
         weights = weights / (weights.sum(axis=1, keepdims=True) + np.float32(router.sum_epsilon))
-    return experts, weights * np.float32(router.factor)
+    weights = weights * np.float32(router.factor)
+    return experts, weights if expert_scale is None else weights * expert_scale[experts]
 
 
 def _without_other_groups(router: RouterConfig, scores: Float32) -> Float32:

@@ -10,6 +10,7 @@ import torch
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
+from trt_kvcache.checkpoint.quantized.table_blocks import table_blocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.compile import compile_ahead
@@ -21,6 +22,7 @@ from trt_kvcache.torch_engine.offset_block_rows import dequantized_offset_blocks
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.packing import packed_weight, rounded_weight
+from trt_kvcache.torch_engine.stored_rows import StoredRows
 from trt_kvcache.torch_engine.super_block_rows import dequantized_super_blocks
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
 from trt_kvcache.torch_engine.upload import Upload
@@ -68,6 +70,14 @@ class CheckpointTensors:
             return dequantized_super_blocks(stored, dtype, self._upload)
         offset = self._checkpoint.offset_blocks(name)
         return None if offset is None else dequantized_offset_blocks(offset, dtype, self._upload)
+
+    def load_rows(self, name: str) -> StoredRows | None:
+        """Return a table whose rows stay as a GGUF file stores them; None for other tables."""
+        stored = table_blocks(self._checkpoint, name)
+        found = None if stored is None else StoredRows.of(stored, getattr(torch, self._dtype), self._upload)
+        if found is not None:
+            self._rounded.count(name)
+        return found
 
     def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
         """Return some rows of a quantized weight, packed; None if it is not quantized, or the kernels do not know its format."""

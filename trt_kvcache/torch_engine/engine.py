@@ -61,6 +61,7 @@ from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_supp
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
 from trt_kvcache.torch_engine.step_widths import COARSE_WIDTHS, MAX_CAPTURED_WIDTH, STEP_WIDTHS
+from trt_kvcache.torch_engine.stored_rows import LoadRows
 from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor
 from trt_kvcache.torch_engine.weights import TorchWeights, torch_weights
 
@@ -71,6 +72,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         *("norm_offset", "norm_rounding", "norm_places", "activation", "residual_multiplier", "embedding_multiplier"),
         *("final_softcap", "logits_divisor", "fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2"),
         *("gated_delta_net", "output_gate", "relu2", "ungated_mlp", "experts", "shared_expert", "latent_experts"),
+        *("router_norm", "expert_scale", "branch_norms"),
         *("interleaved_rope", "norm_after_rope", "layer_norm", "parallel", "sinks", "clamped_swiglu"),
         *("v_norm", "values_are_keys", "shared_kv", "per_layer_embeddings", "output_scale", "merged_input"),
         *("parallel_mixers", "no_scan_norm", "gate_after_norm", "projection_multipliers"),
@@ -92,6 +94,7 @@ class TorchEngine(DecoderEngine):
         model: ModelConfig,
         load: LoadTensor,
         load_packed: LoadPacked = lambda name, rows: None,
+        load_rows: LoadRows = lambda name: None,
         *,
         kv: DecoderCacheConfig,
         dtype: str | None = None,
@@ -147,7 +150,7 @@ class TorchEngine(DecoderEngine):
         try:
             with torch.inference_mode():
                 updates = () if adapters is None else (updates_of(adapters, model, self._dtype, self._device.torch_device),)
-                self._weights: TorchWeights | None = torch_weights(model, self._dtype, load, load_packed, *updates)
+                self._weights: TorchWeights | None = torch_weights(model, self._dtype, load, load_packed, *updates, load_rows=load_rows)
                 self._workspace: torch.Tensor | None = None
                 if self._weights.is_packed and not memory.is_host:
                     self._workspace = new_workspace(getattr(torch, self._dtype), self._device.torch_device)
@@ -176,7 +179,7 @@ class TorchEngine(DecoderEngine):
         """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
         computed = dtype or kv.dtype
         tensors = CheckpointTensors(checkpoint, computed, torch_device(memory).torch_device, memory, progress)
-        packed = (tensors.load_packed,) if packed_weights_are_supported(computed, memory) else ()
+        packed = (tensors.load_packed, tensors.load_rows) if packed_weights_are_supported(computed, memory) else ()
         return cls(
             checkpoint.config,
             tensors.load,

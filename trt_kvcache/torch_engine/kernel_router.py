@@ -32,7 +32,8 @@ class KernelRouter:
         view, choices = self._views.of, (len(rows), router.experts_per_token)
         logits = rows.new_empty((len(rows), router.num_experts), dtype=torch.float32)
         chosen, factors = rows.new_empty(choices, dtype=torch.int32), rows.new_empty(choices, dtype=torch.float32)
-        bias, choice_bias = (None if one is None else view(one) for one in (weights.bias, weights.choice_bias))
+        optional = (weights.bias, weights.choice_bias, weights.expert_scale)
+        bias, choice_bias, expert_scale = (None if one is None else view(one) for one in optional)
         router_logits_kernel(view(rows), view(weights.weight), bias, view(logits), self._stream)
-        choose_experts_kernel(view(logits), choice_bias, view(chosen), view(factors), router, self._stream)
+        choose_experts_kernel(view(logits), choice_bias, expert_scale, view(chosen), view(factors), router, self._stream)
         return chosen, factors

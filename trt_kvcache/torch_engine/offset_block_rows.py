@@ -14,12 +14,13 @@ def dequantized_offset_blocks(stored: OffsetBlocks, dtype: torch.dtype, upload: 
     """Return a whole matrix, some rows at a time; None if ``dtype`` cannot hold its values."""
     values, parts = torch.empty(stored.shape, dtype=dtype, device=upload.device), row_slices(*stored.shape, ON_DEVICE)
     for rows in parts:
-        values[rows] = _dequantized(upload(stored.blocks(rows)), stored.kind, upload).to(dtype)
+        values[rows] = offset_block_values(upload(stored.blocks(rows)), stored.kind).to(dtype)
     return values if all_finite(values, parts) else None
 
 
-def _dequantized(blocks: torch.Tensor, kind: str, upload: Upload) -> torch.Tensor:
-    unpacked = upload.empty_bytes((len(blocks), blocks.shape[1] * BLOCK))
+def offset_block_values(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the values ``[rows, in]`` of blocks ``[rows, blocks, bytes]`` in float32."""
+    unpacked = blocks.new_empty((len(blocks), blocks.shape[1] * BLOCK))
     read_offset_values(blocks, kind, unpacked)
     exact = unpacked.float() - MIDDLES.get(kind, 0)
     scale, *minimum = offset_floats(blocks, kind).contiguous().view(torch.float16).float().unbind(dim=-1)

@@ -104,11 +104,14 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterWeights:
-    """Weights of a router in float32, as they are stored: ``weight`` ``[E, hidden]``, ``bias`` and ``choice_bias`` ``[E]`` or None."""
+    """Weights of a router in float32: ``weight`` ``[E, hidden]``, times the scale of its normalised input if there is one; ``bias``,
+    ``choice_bias`` and ``expert_scale`` ``[E]`` or None.
+    """
 
     weight: torch.Tensor
-    bias: torch.Tensor | None
-    choice_bias: torch.Tensor | None
+    bias: torch.Tensor | None = None
+    choice_bias: torch.Tensor | None = None
+    expert_scale: torch.Tensor | None = None
 
 
 class HeadCounts(NamedTuple):
@@ -211,7 +214,7 @@ class StateOperations(Protocol):
 
 
 class Router(Protocol):
-    """The choice of the experts of each row, with their weights."""
+    """The choice of the experts of each row, which is normalised already where a router needs it, with their weights."""
 
     def __call__(self, router: RouterConfig, weights: RouterWeights, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts of each row ``[n, hidden]``, int32 or int64 ``[n, k]``, and their weights float32 ``[n, k]``.

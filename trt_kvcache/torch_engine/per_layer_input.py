@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from trt_kvcache.checkpoint.decoder_weights import per_layer_weights
+from trt_kvcache.checkpoint.decoder_weights import NormWeights
 from trt_kvcache.model import ModelConfig, PerLayerInputConfig
+from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, PER_LAYER_NORM, PER_LAYER_PROJECTION
 from trt_kvcache.torch_engine.fused_projections import fused
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import ACTIVATIONS, Operations, TorchProjection
+from trt_kvcache.torch_engine.stored_rows import LoadRows, StoredRows
 from trt_kvcache.torch_engine.stored_weights import LoadTensor, StoredWeights, arranged
 
 
@@ -19,31 +21,32 @@ from trt_kvcache.torch_engine.stored_weights import LoadTensor, StoredWeights, a
 class PerLayerEmbedding:
     """A second embedding ``[vocab, layers * size]``, whose rows are scaled by ``factor``, and a scaled projection to its width."""
 
-    embedding: torch.Tensor
+    embedding: torch.Tensor | StoredRows
     factor: float
     projection: TorchProjection
     projection_factor: float
     norm: TorchNorm
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: str, load: LoadTensor) -> PerLayerEmbedding | None:
+    def of(cls, config: ModelConfig, dtype: str, load: LoadTensor, load_rows: LoadRows) -> PerLayerEmbedding | None:
         """Return the per-layer embedding of a model; None without one."""
-        stored = per_layer_weights(config, load)
-        if config.per_layer_embedding is None or stored is None:
+        if config.per_layer_embedding is None:
             return None
+        rows = load_rows(PER_LAYER_EMBEDDING)
         return cls(
-            embedding=stored.embedding,
+            embedding=load(PER_LAYER_EMBEDDING) if rows is None else rows,
             factor=config.per_layer_embedding.factor(dtype),
-            projection=TorchProjection(arranged(stored.projection.weight), None),
+            projection=TorchProjection(arranged(load(PER_LAYER_PROJECTION)), None),
             projection_factor=config.hidden_size**-0.5,
-            norm=TorchNorm.of(config.per_layer_embedding.norm, stored.norm),
+            norm=TorchNorm.of(config.per_layer_embedding.norm, NormWeights(load(PER_LAYER_NORM), None)),
         )
 
     def inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Return the inputs ``[layers, A, s, size]`` of all layers. ``hidden``: input of the first one."""
         size = len(self.norm.weight)
         projected = operations.projections.project(self.projection, hidden) * self.projection_factor
-        rows = F.embedding(input_ids, self.embedding) * self.factor
+        table = self.embedding
+        rows = (F.embedding(input_ids, table) if isinstance(table, torch.Tensor) else table(input_ids)) * self.factor
         mixed = (self.norm(projected.unflatten(2, (-1, size))) + rows.unflatten(2, (-1, size))) * 0.5**0.5
         return mixed.movedim(2, 0)
 

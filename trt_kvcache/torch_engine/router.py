@@ -14,10 +14,12 @@ from trt_kvcache.torch_engine.operations import RouterWeights
 
 def route(router: RouterConfig, weights: RouterWeights, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See :class:`~trt_kvcache.torch_engine.operations.Router`; experts are int64."""
-    return chosen(router, F.linear(rows.float(), weights.weight, weights.bias), weights.choice_bias)
+    return chosen(router, F.linear(rows.float(), weights.weight, weights.bias), weights.choice_bias, weights.expert_scale)
 
 
-def chosen(router: RouterConfig, logits: torch.Tensor, choice_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen(
+    router: RouterConfig, logits: torch.Tensor, choice_bias: torch.Tensor | None, expert_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts and their weights, see :func:`route`, from logits float32 ``[n, E]``.
 
     Of equal scores, the expert with the lower number is chosen, as in the reference engine.
@@ -30,7 +32,8 @@ def chosen(router: RouterConfig, logits: torch.Tensor, choice_bias: torch.Tensor
     weights = scores.gather(1, experts)
     if router.renormalise:
         weights = weights / (weights.sum(dim=1, keepdim=True) + router.sum_epsilon)
-    return experts, weights if router.factor == 1 else weights * router.factor
+    weights = weights if router.factor == 1 else weights * router.factor
+    return experts, weights if expert_scale is None else weights * expert_scale[experts]
 
 
 def _without_other_groups(router: RouterConfig, scores: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from trt_kvcache._util.in_threads import row_slices
-from trt_kvcache.checkpoint.quantized.super_blocks import Bytes, SuperBlocks, factors_of, read_scales, read_values
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks, factors_of, read_scales, read_values
 from trt_kvcache.kernels.packed_layout import HALF_INPUTS
 from trt_kvcache.kernels.super_block_layout import MIDDLES, SCALE_INPUTS, SUPER_BLOCK
 from trt_kvcache.torch_engine.upload import Upload
@@ -23,11 +23,10 @@ class SuperBlockRows:
     factors: torch.Tensor  # [rows, super-blocks, 1 or 2], float16: of scales and of minimums
 
     @classmethod
-    def of(cls, blocks: Bytes, kind: str, upload: Upload) -> SuperBlockRows:
+    def of(cls, stored: torch.Tensor, kind: str) -> SuperBlockRows:
         """Return the rows of blocks ``[rows, super-blocks, bytes]`` of a type of GGUF."""
-        stored = upload(blocks)
-        rows, inputs = len(blocks), blocks.shape[1] * SUPER_BLOCK
-        values, scales = upload.empty_bytes((rows, inputs)), upload.empty_bytes((rows, inputs // HALF_INPUTS, 2))
+        rows, inputs = len(stored), stored.shape[1] * SUPER_BLOCK
+        values, scales = stored.new_empty((rows, inputs)), stored.new_empty((rows, inputs // HALF_INPUTS, 2))
         read_values(stored, kind, values)
         read_scales(stored, kind, scales)
         return cls(values=values, scales=scales, factors=factors_of(stored, kind).contiguous().view(torch.float16))
@@ -50,5 +49,5 @@ def dequantized_super_blocks(stored: SuperBlocks, dtype: torch.dtype, upload: Up
     values, blocks = torch.empty(stored.shape, dtype=dtype, device=upload.device), stored.blocks()
     parts = row_slices(*stored.shape, ON_DEVICE)
     for rows in parts:
-        values[rows] = SuperBlockRows.of(blocks[rows], stored.kind, upload).dequantized(stored.kind.lower(), dtype)
+        values[rows] = SuperBlockRows.of(upload(blocks[rows]), stored.kind).dequantized(stored.kind.lower(), dtype)
     return values if all_finite(values, parts) else None

@@ -44,7 +44,7 @@ class SuperBlockWeight(PackedMatrix):
         )
         parts = []
         for rows in row_slices(outputs, inputs, ON_DEVICE, multiple=FRAGMENT_OUTPUTS):
-            some = SuperBlockRows.of(blocks[rows], stored.kind, upload)
+            some = SuperBlockRows.of(upload(blocks[rows]), stored.kind)
             values[rows.start // FRAGMENT_OUTPUTS : count_tiles(rows.stop)] = pack_super_blocks(some.values, kind)
             parts.append((some.scales, some.factors))
         scales, factors = (torch.cat(of_rows) for of_rows in zip(*parts, strict=True))

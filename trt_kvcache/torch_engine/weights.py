@@ -21,6 +21,7 @@ from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
 from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Part, SelfAttention, ShortConvolution
 from trt_kvcache.torch_engine.per_layer_input import PerLayerEmbedding, PerLayerInput
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
+from trt_kvcache.torch_engine.stored_rows import LoadRows
 from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor, StoredWeights, arranged, stored_weights
 
 
@@ -94,9 +95,15 @@ class TorchWeights:
 
 
 def torch_weights(
-    config: ModelConfig, dtype: str, load: LoadTensor, load_packed: LoadPacked, load_updates: LoadUpdates = lambda index: {}
+    config: ModelConfig,
+    dtype: str,
+    load: LoadTensor,
+    load_packed: LoadPacked,
+    load_updates: LoadUpdates = lambda index: {},
+    *,
+    load_rows: LoadRows = lambda name: None,
 ) -> TorchWeights:
-    """Return the weights of a model, layer by layer. ``load`` is called once for each tensor of which ``load_packed`` has no rows."""
+    """Return the weights of a model, layer by layer. ``load`` is called once for each tensor that the other functions do not return."""
     embedding = arranged(load(embedding_name(config)))
     blocks = tuple(_blocks(config, load, load_packed, load_updates))
     bias = final_norm_bias_name(config)
@@ -112,7 +119,7 @@ def torch_weights(
         final_norm=final_norm,
         head=head,
         merge=Merge.of(config, load),
-        per_layer=PerLayerEmbedding.of(config, dtype, load),
+        per_layer=PerLayerEmbedding.of(config, dtype, load, load_rows),
         is_packed=not all(isinstance(matrix, torch.Tensor) for matrix in matrices)
         or any(block.part.experts.is_packed for block in blocks if isinstance(block.part, RoutedMlp)),
     )

@@ -22,14 +22,22 @@ Config = dict[str, Any]
 Edit = Callable[[gguf.GGUFWriter], object]
 
 
-def convert(folder: Path, target: Path, *, kind: str = "F32", edit: Edit = lambda writer: None, parts: int = 1) -> Path:
+def convert(
+    folder: Path,
+    target: Path,
+    *,
+    kind: str = "F32",
+    edit: Edit = lambda writer: None,
+    parts: int = 1,
+    architecture: Architecture | None = None,
+) -> Path:
     """Write the model of a folder, its matrices in one type; ``edit`` adds more metadata. Returns the file, of several the first."""
     config = json.loads((folder / "config.json").read_text())
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         if file.name != "golden.safetensors":
             tensors |= {name: tensor.astype(np.float32) for name, tensor in load_file(file).items()}
-    architecture = ARCHITECTURES[config["model_type"]]
+    architecture = architecture or ARCHITECTURES[config["model_type"]]
     splits = {"split_max_tensors": -(-len(tensors) // parts)} if parts > 1 else {}
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture.arch], **splits)
     architecture.sizes(writer, config)
@@ -259,6 +267,50 @@ class Gemma3(Gemma2):
         writer.add_rope_freq_base_swa(config["rope_local_base_freq"])
 
 
+class Gemma4(Architecture):
+    """Sizes of layers are lists, factors of frequencies stop a part of a head, and norms are stored as they are."""
+
+    arch = gguf.MODEL_ARCH.GEMMA4
+
+    def sizes(self, writer: gguf.GGUFWriter, config: Config) -> None:
+        layers, shared = num_layers(config), config["num_kv_shared_layers"]
+        is_sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+        full_heads, heads, width = config["num_global_key_value_heads"], config["num_key_value_heads"], config["intermediate_size"]
+        kv = heads if full_heads is None else [heads if sliding else full_heads for sliding in is_sliding]
+        widths = [width * (1 + (layer >= layers - shared)) for layer in range(layers)] if config["use_double_wide_mlp"] else width
+        dims = {"head_dim": config["global_head_dim"], "num_key_value_heads": kv, "intermediate_size": widths}
+        ropes = config["rope_parameters"]
+        super().sizes(writer, {**config, **dims, "rope_parameters": {"rope_theta": ropes["full_attention"]["rope_theta"]}})
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        writer.add_key_length_swa(config["head_dim"])
+        writer.add_value_length_swa(config["head_dim"])
+        writer.add_rope_dimension_count(config["global_head_dim"])
+        writer.add_rope_dimension_count_swa(config["head_dim"])
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern(is_sliding)
+        writer.add_shared_kv_layers(shared)
+        writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        if config["enable_moe_block"]:
+            writer.add_expert_count(config["num_experts"])
+            writer.add_expert_used_count(config["top_k_experts"])
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+    def tensors(self, tensors: Tensors, config: Config) -> Tensors:
+        head_dim, part = config["global_head_dim"], config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        turning = int(head_dim * part / 2)
+        factors = np.array([1.0] * turning + [1e30] * (head_dim // 2 - turning), np.float32)
+        return {"rope_freqs.weight": factors} | {self._stored(name): tensor for name, tensor in tensors.items()}
+
+    def _stored(self, name: str) -> str:
+        layer = name.split(".")[2]
+        if name.endswith("router.scale"):
+            return f"blk.{layer}.ffn_gate_inp.scale"
+        if name.endswith("per_expert_scale"):
+            return f"blk.{layer}.ffn_down_exps.scale"
+        return f"{name}.weight" if name.endswith("layer_scalar") or ".experts." in name else name
+
+
 class SmolLM3(Llama):
     arch = gguf.MODEL_ARCH.SMOLLM3
 
@@ -468,6 +520,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Phi3(),
     "gemma2": Gemma2(),
     "gemma3_text": Gemma3(),
+    "gemma4_text": Gemma4(),
     "smollm3": SmolLM3(),
     "olmo2": Olmo2(),
     "granite": Granite(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +13,14 @@ pytest.importorskip("gguf")
 
 import gguf
 
-from tests.checkpoint.folders import refused
+from tests.checkpoint.folders import edit_config, refused
+from tests.golden.weights import write as write_weights
 from tests.paths import GOLDEN
 from trt_kvcache import Checkpoint
 from trt_kvcache.checkpoint.gguf.header import GGUFHeader
 from trt_kvcache.errors import CheckpointError
 
-from .convert import convert
+from .convert import Config, Gemma4, Tensors, convert
 
 Edit = Callable[[gguf.GGUFWriter], object]
 
@@ -56,6 +58,40 @@ def test_integers_stay_packed(tmp_path: Path, kind: str) -> None:
         name = "model.layers.1.mlp.experts.3.gate_proj.weight"
         assert name in checkpoint.quantized_names
         np.testing.assert_array_equal(experts(checkpoint, "gate", 5), stored_values(path, "blk.1.ffn_gate_exps.weight"))
+
+
+def test_gate_and_up_in_one_tensor_stay_packed(tmp_path: Path) -> None:
+    folder = tmp_path / "gemma4-experts"  # whose inputs are whole blocks
+    shutil.copytree(GOLDEN / folder.name, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    edit_config(folder, hidden_size=64, moe_intermediate_size=32)
+    write_weights(folder)
+    path = convert(folder, tmp_path / "model.gguf", kind="Q8_0")
+    with Checkpoint.open(path) as checkpoint:
+        names = [[f"model.layers.1.experts.{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in range(7)]
+        assert {name for both in names for name in both} <= {*checkpoint.quantized_names}
+        found = np.stack([np.concatenate([checkpoint.tensor(name) for name in both]) for both in names])
+        np.testing.assert_array_equal(found, stored_values(path, "blk.1.ffn_gate_up_exps.weight"))
+
+
+def test_gate_and_up_in_tensors_of_their_own(tmp_path: Path) -> None:
+    """llama.cpp reads both forms."""
+
+    class Split(Gemma4):
+        def tensors(self, tensors: Tensors, config: Config) -> Tensors:
+            found: Tensors = {}
+            for name, tensor in super().tensors(tensors, config).items():
+                layer, _, part = name.partition(".experts.gate_up_proj")
+                if not part:
+                    found[name] = tensor
+                else:
+                    block = f"blk.{layer.split('.')[2]}.ffn"
+                    found[f"{block}_gate_exps.weight"], found[f"{block}_up_exps.weight"] = np.split(tensor, 2, axis=1)
+            return found
+
+    path = convert(GOLDEN / "gemma4-experts", tmp_path / "model.gguf", architecture=Split())
+    with Checkpoint.open(path) as split, Checkpoint.open(GOLDEN / "gemma4-experts") as folder:
+        for name in (name for name in folder.tensor_names if ".experts." in name):
+            np.testing.assert_array_equal(split.tensor(name), folder.tensor(name).astype(np.float32))
 
 
 @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
@@ -109,6 +145,10 @@ def put(key: str, value: int | float | bool | None, kind: gguf.GGUFValueType = g
         ),
         ("gpt_oss-mxfp4", put("gpt-oss.expert_feed_forward_length", 64), r"experts.0.gate_proj.weight of shape .*64.*got .*32"),
         ("gpt_oss-mxfp4", put("gpt-oss.expert_feed_forward_length", None), "gpt-oss.expert_feed_forward_length: expected an integer"),
+        ("gemma4-experts", put("gemma4.expert_count", 6), r"expected blk.0.ffn_\w+_exps.weight of 6 experts, got the shape \(7, "),
+        ("gemma4-experts", put("gemma4.expert_used_count", 8), "top_k_experts: expected at most the number of experts, 7, got 8"),
+        ("gemma4-experts", put("gemma4.expert_feed_forward_length", None), "gemma4.expert_feed_forward_length: expected an integer"),
+        ("gemma4-experts", put("gemma4.expert_gating_func", 2), "gemma4.expert_gating_func: expected none, or 1, got 2"),
         ("llama", put("llama.expert_count", 8), "llama.expert_count: a llama model with mixture of experts is not supported, got 8"),
     ],
 )

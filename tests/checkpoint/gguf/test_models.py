@@ -26,6 +26,7 @@ TOLERANCE = 2e-5
 MODELS = (
     *("llama", "llama-llama3-bias", "llama-linear", "mistral-window", "ministral3", "ministral3-window"),
     *("qwen2-tied", "qwen3-sharded", "qwen3_moe", "phi3-long", "phi3-short-window", "gemma2", "gemma3", "olmo2", "granite", "granite-bias"),
+    *("gemma4", "gemma4-ple", "gemma4-experts"),
     *("lfm2", "lfm2-bias", "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "qwen3_5", "qwen3_5-bias"),
 )
 

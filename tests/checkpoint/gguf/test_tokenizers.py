@@ -122,6 +122,30 @@ def test_sentencepiece(written: Callable[..., Path], prefix: bool) -> None:
     check(written(edit), original)
 
 
+def test_pieces_with_merges_of_gemma_4(written: Callable[..., Path]) -> None:
+    original = sentencepiece(prefix=False)
+    original.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")  # the vocabulary of Gemma 4 has no piece of two lines
+    original.add_tokens(["<|channel>"])
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        write_tokenizer(writer, original, kind="gemma4", bos=1, eos=2)
+        writer.add_add_bos_token(True)
+
+    path = written(edit, "gemma4")
+    check(path, original)
+    tokenizer = opened(path)
+    for text in ("<|channel>a  b", " \n \n\n a"):
+        assert tokenizer.encode(text) == [1, *original.encode(text, add_special_tokens=False).ids]
+
+
+def test_merges_do_not_cross_the_end_of_a_line(written: Callable[..., Path]) -> None:
+    """As in llama.cpp."""
+    vocabulary = {"<unk>": 0, "a": 1, "\n": 2, "a\n": 3, "\n\n": 4}
+    backend = Backend(models.BPE(vocabulary, [("a", "\n"), ("\n", "\n")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    path = written(lambda writer: write_tokenizer(writer, backend, kind="gemma4"), "gemma4")
+    assert opened(path).encode("a\n\na", add_special_tokens=False) == [1, 4, 1]
+
+
 def check(path: Path, original: Backend) -> None:
     tokenizer = opened(path)
     assert tokenizer.vocab_size == original.get_vocab_size()
@@ -173,12 +197,12 @@ def test_chat_template(written: Callable[..., Path], named: bool) -> None:
 def test_every_end_of_an_answer_ends_it(written: Callable[..., Path]) -> None:
     def edit(writer: gguf.GGUFWriter) -> None:
         backend = byte_level(PUBLISHED["qwen2"])
-        backend.add_special_tokens(["<|im_end|>", "<|eom|>"])
+        backend.add_special_tokens(["<turn|>", "<|im_end|>", "<|eom|>"])
         write_tokenizer(writer, backend, kind="gpt2", pre="qwen2", bos=0, eos=1, eom=backend.token_to_id("<|eom|>"))
 
     path = written(edit)
     size = opened(path).vocab_size
-    assert end_token_ids(GGUFModel(path).metadata) == [1, size - 1, size - 2]
+    assert end_token_ids(GGUFModel(path).metadata) == [1, size - 1, size - 2, size - 3]
 
 
 def test_a_file_without_tokenizer(written: Callable[..., Path]) -> None:
@@ -188,7 +212,7 @@ def test_a_file_without_tokenizer(written: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("kind", "pre", "complaint"),
     [
-        ("bert", "default", "tokenizer.ggml.model: expected one of gpt2, llama, got 'bert'"),
+        ("bert", "default", "tokenizer.ggml.model: expected one of gpt2, llama, gemma4, got 'bert'"),
         ("gpt2", "qwen9", "tokenizer.ggml.pre: expected the name of a pre-tokenizer that is known (gpt-2, "),
         ("gpt2", "default", "got 'default'."),
     ],

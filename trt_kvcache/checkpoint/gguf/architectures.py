@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.checkpoint.gguf import model_config
+from trt_kvcache.checkpoint.gguf import gemma4_config, model_config
 from trt_kvcache.checkpoint.gguf.metadata import Metadata
 from trt_kvcache.errors import CheckpointError
 
@@ -40,6 +40,9 @@ LAYER_NAMES: Mapping[str, str] = {
 
 #: Place of the number of an expert in names: a file has one tensor for all experts of a layer.
 EXPERT = "{expert}"
+
+#: Place of the name of a projection in names of tensors that hold the rows of :data:`GATE_UP` of each expert, one after another.
+PROJECTION, GATE_UP = "{projection}", ("gate", "up")
 
 _EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{EXPERT}.{part}_proj" for part in ("gate", "up", "down")}
 
@@ -170,6 +173,31 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gemma2": _GEMMA2,
     "gemma3": replace(_GEMMA2, family="gemma3_text", config=model_config.gemma3),
+    "gemma4": Architecture(
+        family="gemma4_text",
+        config=gemma4_config.gemma4,
+        names={
+            **MODEL_NAMES,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        layer_names={
+            **_GEMMA_NAMES,
+            "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps": f"experts.{EXPERT}.{PROJECTION}_proj",
+            **{f"ffn_{part}_exps": f"experts.{EXPERT}.{part}_proj" for part in (*GATE_UP, "down")},
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+    ),
     "smollm3": replace(_LLAMA, family="smollm3", config=model_config.smollm3),
     "olmo2": Architecture(
         family="olmo2",

@@ -28,17 +28,17 @@ _SOFTMAX = 1
 
 def dense(metadata: Metadata) -> Config:
     """Return the configuration of Llama, and of models that differ from it in their tensors alone."""
-    return {**_common(metadata), **_attention(metadata), **_mlp(metadata), **_rope(metadata)}
+    return {**common(metadata), **_attention(metadata), **_mlp(metadata), **_rope(metadata)}
 
 
 def qwen3_moe(metadata: Metadata) -> Config:
     """Return the configuration of Qwen3-MoE. As in llama.cpp, all layers have experts, whose weights are renormalised."""
     return {
-        **_common(metadata, has_experts=True),
+        **common(metadata, has_experts=True),
         **_attention(metadata),
         **_mlp(metadata),
         **_rope(metadata),
-        **_experts(metadata, "num_experts"),
+        **router_fields(metadata, "num_experts"),
         "moe_intermediate_size": metadata.integer(metadata.own("expert_feed_forward_length")),
         "norm_topk_prob": True,
     }
@@ -49,19 +49,19 @@ def gpt_oss(metadata: Metadata) -> Config:
     rope, layers, size = _rope(metadata), num_layers(metadata), window(metadata)
     scaling = rope["rope_scaling"] or {"rope_type": "default"}
     return {
-        **_common(metadata, has_experts=True),
+        **common(metadata, has_experts=True),
         **_attention(metadata),
         **rope,
-        **_experts(metadata, "num_local_experts"),
+        **router_fields(metadata, "num_local_experts"),
         "rope_scaling": {**scaling, "truncate": False} if scaling["rope_type"] == "yarn" else scaling,
         "intermediate_size": metadata.integer(metadata.own("expert_feed_forward_length")),
         "sliding_window": size,
-        "layer_types": _layer_types(metadata, 2, layers, has_window=bool(size)),
+        "layer_types": layer_types(metadata, 2, layers, has_window=bool(size)),
     }
 
 
-def _experts(metadata: Metadata, count: str) -> Config:
-    """Return the fields of a router with softmax scores, without groups and factors."""
+def router_fields(metadata: Metadata, count: str, per_token: str = "num_experts_per_tok") -> Config:
+    """Return the fields of a router with softmax scores, without groups and factors, under these names."""
     own = metadata.own
     for field, allowed in (("expert_shared_count", 0), ("expert_group_count", 1), ("expert_gating_func", _SOFTMAX)):
         if metadata.integer(own(field), 0) not in (0, allowed):
@@ -70,7 +70,7 @@ def _experts(metadata: Metadata, count: str) -> Config:
         raise metadata.refusal(own("expert_weights_scale"), "none, or 1")
     if not metadata.flag(own("expert_weights_norm"), True):
         raise metadata.refusal(own("expert_weights_norm"), "none, or true")
-    return {count: metadata.integer(own("expert_count")), "num_experts_per_tok": metadata.integer(own("expert_used_count"))}
+    return {count: metadata.integer(own("expert_count")), per_token: metadata.integer(own("expert_used_count"))}
 
 
 def mistral(metadata: Metadata) -> Config:
@@ -116,12 +116,12 @@ def _gemma(metadata: Metadata, *, period: int, largest: int) -> Config:
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
         "sliding_window": size or found["max_position_embeddings"],
-        "layer_types": _layer_types(metadata, period, layers, has_window=bool(size)),
+        "layer_types": layer_types(metadata, period, layers, has_window=bool(size)),
         "final_logit_softcapping": metadata.number(final, 0.0) or None,
     }
 
 
-def _layer_types(metadata: Metadata, period: int, layers: int, *, has_window: bool) -> list[str]:
+def layer_types(metadata: Metadata, period: int, layers: int, *, has_window: bool) -> list[str]:
     """Return the type of each layer, from a flag for each or from a period."""
     key = metadata.own("attention.sliding_window_pattern")
     value = metadata.header.fields.get(key, period)
@@ -192,14 +192,14 @@ def mamba2(metadata: Metadata) -> Config:
         "use_conv_bias": "conv_bias",
         "use_bias": "proj_bias",
     }
-    found = _common(metadata)
+    found = common(metadata)
     del found["max_position_embeddings"]
-    return {**found, **{name: sizes[ours] for name, ours in names.items()}, "layer_norm_epsilon": _epsilon(metadata), "hidden_act": "silu"}
+    return {**found, **{name: sizes[ours] for name, ours in names.items()}, "layer_norm_epsilon": epsilon(metadata), "hidden_act": "silu"}
 
 
 def nemotron_h(metadata: Metadata) -> Config:
     """Return the configuration of Nemotron-H: per-layer head counts and MLP widths tell attention, MLP and Mamba-2 layers apart."""
-    found, sizes = _common(metadata), _mamba2(metadata, "")
+    found, sizes = common(metadata), _mamba2(metadata, "")
     layers = found["num_hidden_layers"]
     key = metadata.own("feed_forward_length")
     widths, heads = metadata.integers(key, layers), metadata.integers(metadata.own("attention.head_count_kv"), layers)
@@ -217,7 +217,7 @@ def nemotron_h(metadata: Metadata) -> Config:
         "conv_kernel": sizes["d_conv"],
         "use_conv_bias": sizes["conv_bias"],
         "use_bias": sizes["proj_bias"],
-        "layer_norm_epsilon": _epsilon(metadata),
+        "layer_norm_epsilon": epsilon(metadata),
     }
 
 
@@ -263,7 +263,7 @@ def num_layers(metadata: Metadata) -> int:
     return max(integer(own("block_count")) - integer(own("nextn_predict_layers"), 0), 0)
 
 
-def _common(metadata: Metadata, *, has_experts: bool = False) -> Config:
+def common(metadata: Metadata, *, has_experts: bool = False) -> Config:
     """Return the fields common to all models."""
     own, integer = metadata.own, metadata.integer
     experts = integer(own("expert_count"), 0)
@@ -291,32 +291,33 @@ def _dtype(metadata: Metadata) -> str:
     return "float16" if kinds <= {"F16", "F32"} else _DTYPE_OF_BLOCKS
 
 
-def _epsilon(metadata: Metadata) -> float:
+def epsilon(metadata: Metadata) -> float:
+    """Return the epsilon of RMSNorm."""
     return metadata.number(metadata.own("attention.layer_norm_rms_epsilon"))
 
 
 def _attention(metadata: Metadata) -> Config:
     own, integer = metadata.own, metadata.integer
     layers = num_layers(metadata)
-    heads = _same(metadata, own("attention.head_count"), layers)
+    heads = same(metadata, own("attention.head_count"), layers)
     hidden = integer(own("embedding_length"))
     return {
         "num_attention_heads": heads,
-        "num_key_value_heads": _same(metadata, own("attention.head_count_kv"), layers, default=heads),
+        "num_key_value_heads": same(metadata, own("attention.head_count_kv"), layers, default=heads),
         "head_dim": integer(own("attention.key_length"), hidden // max(heads, 1)),
         "attention_bias": _has(metadata, "attn_q.bias"),
-        "rms_norm_eps": _epsilon(metadata),
+        "rms_norm_eps": epsilon(metadata),
     }
 
 
 def _mlp(metadata: Metadata) -> Config:
     """Return the MLP fields. The width is taken from tensors: hybrid models have another number in the metadata."""
     down = next((tensor for name, tensor in metadata.tensors.items() if name.endswith(".ffn_down.weight")), None)
-    width = _same(metadata, metadata.own("feed_forward_length"), num_layers(metadata)) if down is None else down.shape[-1]
+    width = same(metadata, metadata.own("feed_forward_length"), num_layers(metadata)) if down is None else down.shape[-1]
     return {"intermediate_size": width, "hidden_act": "silu", "mlp_bias": _has(metadata, "ffn_up.bias")}
 
 
-def _same(metadata: Metadata, key: str, layers: int, default: int | None = None) -> int:
+def same(metadata: Metadata, key: str, layers: int, default: int | None = None) -> int:
     """Return the value of a per-layer field that is equal for all layers that have one."""
     found = sorted(set(metadata.integers(key, layers, default)) - {0})
     if len(found) > 1:
@@ -374,10 +375,10 @@ def _scaling(metadata: Metadata) -> Config | None:
     if LONG_FACTORS in metadata.tensors:
         factor = own("rope.scaling.attn_factor")
         attention = {"attention_factor": number(factor)} if factor in metadata else {}
-        factors = {"short_factor": _factors(metadata, SHORT_FACTORS), "long_factor": _factors(metadata, LONG_FACTORS)}
+        factors = {"short_factor": vector(metadata, SHORT_FACTORS), "long_factor": vector(metadata, LONG_FACTORS)}
         return {"rope_type": "longrope", **factors, **attention}
     if ROPE_FACTORS in metadata.tensors:  # RoPE of Llama 3.1: a file stores its factor of each frequency
-        divisors = _factors(metadata, ROPE_FACTORS)
+        divisors = vector(metadata, ROPE_FACTORS)
         return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": divisors, "long_factor": divisors}
     key = own("rope.scaling.type")
     kind, older = metadata.text(key, "none"), own("rope.scale_linear")
@@ -402,7 +403,7 @@ def _scaling(metadata: Metadata) -> Config | None:
     return {"rope_type": "yarn", "factor": times, "original_max_position_embeddings": original, **scales, **found}
 
 
-def _factors(metadata: Metadata, name: str) -> list[float]:
+def vector(metadata: Metadata, name: str) -> list[float]:
     """Return the values of a small tensor."""
     tensor = metadata.tensors.get(name)
     if tensor is None or tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:

@@ -18,10 +18,23 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 #: The space in pieces of SentencePiece.
 _SPACE = "\u2581"
 
+#: Lines of a text, and the ends between them.
+_LINES = r"[^\n]+|\n+"
+
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 #: End-of-generation tokens whatever the metadata says: files of older converters name one of several.
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|end_of_role|>")
+_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end_of_role|>",
+)
 
 
 #: Limit of a piece's length, far above real ones: splitting a piece takes quadratic time.
@@ -106,18 +119,36 @@ def _byte_level(metadata: Metadata, vocab: Mapping[str, int], types: list[int]) 
 
 
 def _sentencepiece(metadata: Metadata, vocab: Mapping[str, int], types: list[int]) -> dict[str, Any]:
-    prefix = metadata.flag(f"{_KEY}add_space_prefix", True)
+    found = _pieces(
+        metadata, vocab, types, _merges_of_scores(metadata, vocab, types), prefix=metadata.flag(f"{_KEY}add_space_prefix", True)
+    )
+    added = [{**token, "rstrip": metadata.architecture == _PHI3 and _takes_spaces(token)} for token in _added(vocab, types)]
+    return {**found, "added_tokens": added}
+
+
+def _pieces_by_merges(metadata: Metadata, vocab: Mapping[str, int], types: list[int]) -> dict[str, Any]:
+    """Return the tokenizer of Gemma 4: pieces as in SentencePiece, with merges, which do not cross the end of a line."""
+    return {
+        **_pieces(metadata, vocab, types, _given_merges(metadata, vocab), prefix=metadata.flag(f"{_KEY}add_space_prefix", False)),
+        "pre_tokenizer": _split(_LINES),
+    }
+
+
+def _pieces(
+    metadata: Metadata, vocab: Mapping[str, int], types: list[int], merges: list[tuple[str, str]], *, prefix: bool
+) -> dict[str, Any]:
+    """Return a tokenizer of pieces in which a space is a character, and bytes stand for characters without a piece."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     unknown = next((text for text, index in vocab.items() if types[index] == _UNKNOWN), None)
     return {
-        "added_tokens": [{**token, "rstrip": metadata.architecture == _PHI3 and _takes_spaces(token)} for token in _added(vocab, types)],
+        "added_tokens": _added(vocab, types),
         "normalizer": {"type": "Sequence", "normalizers": [*([{"type": "Prepend", "prepend": _SPACE}] if prefix else []), replace]},
         "pre_tokenizer": None,
         "post_processor": _post_processor(metadata, add_bos=True),
         "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-        "model": _bpe(vocab, _merges_of_scores(metadata, vocab, types), unknown=unknown, byte_fallback=True),
+        "model": _bpe(vocab, merges, unknown=unknown, byte_fallback=True),
     }
 
 
@@ -125,6 +156,7 @@ def _sentencepiece(metadata: Metadata, vocab: Mapping[str, int], types: list[int
 _KINDS: Mapping[str, Callable[[Metadata, Mapping[str, int], list[int]], dict[str, Any]]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
+    "gemma4": _pieces_by_merges,
 }
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache._util.mapped_pages import release_pages
-from trt_kvcache.checkpoint.gguf.architectures import EXPERT, Architecture
+from trt_kvcache.checkpoint.gguf.architectures import EXPERT, GATE_UP, PROJECTION, Architecture
 from trt_kvcache.checkpoint.gguf.header import StoredBlocks
 from trt_kvcache.checkpoint.gguf.model import GGUFModel
 from trt_kvcache.checkpoint.gguf.model_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, num_layers
@@ -184,14 +185,15 @@ def _sources(model: GGUFModel) -> dict[str, _Source]:
 
 
 def _of_experts(model: GGUFModel, name: str, stored: str) -> Iterator[tuple[str, StoredBlocks]]:
-    """Yield the tensor of each expert in a tensor ``[experts, ...]``."""
+    """Yield the tensors of each expert in a tensor ``[experts, rows, ...]``, whose rows are of one projection or of several."""
     whole, experts = model.tensors[stored], model.metadata.integer(model.metadata.own("expert_count"), 0)
-    if len(whole.shape) < 2 or not 0 < experts == whole.shape[0] <= whole.nbytes:
+    projections = GATE_UP if PROJECTION in name else ("",)
+    if len(whole.shape) < 2 or not 0 < experts == whole.shape[0] <= whole.nbytes or whole.shape[1] % len(projections):
         raise CheckpointError(f"{model.path}: expected {stored} of {experts} experts, got the shape {whole.shape}.")
-    nbytes = whole.nbytes // experts
-    for expert in range(experts):
-        one = replace(whole, shape=whole.shape[1:], offset=whole.offset + expert * nbytes, nbytes=nbytes)
-        yield name.replace(EXPERT, str(expert)), one
+    shape, nbytes = (whole.shape[1] // len(projections), *whole.shape[2:]), whole.nbytes // (experts * len(projections))
+    for place, (expert, projection) in enumerate(product(range(experts), projections)):
+        one = replace(whole, shape=shape, offset=whole.offset + place * nbytes, nbytes=nbytes)
+        yield name.replace(EXPERT, str(expert)).replace(PROJECTION, projection), one
 
 
 def _source(model: GGUFModel, parts: list[tuple[str, str, StoredBlocks]]) -> _Source:

@@ -39,15 +39,25 @@ class BlockValues(QuantizedValues):
 
     def separated(self, stored: Any, rows: slice, empty: Callable[[tuple[int, ...]], Any]) -> Any:
         """Return one value an element: see :class:`QuantizedValues`."""
-        values = empty((*stored.shape[:2], BLOCK))
-        read_planes(stored, _PLANES[self.kind], values)
-        if self.kind == "int4":
-            values -= 8
-        return values.reshape(len(stored), -1)
+        return block_values(stored, self.kind, empty)
 
     def scale_bytes(self, stored: Any) -> Any:
         """Return the bytes of the scales of :meth:`bytes_of`, ``[rows, blocks, bytes]``, in an array of NumPy or a tensor of torch."""
-        return stored[..., : _SCALE_BYTES[self.kind]]
+        return block_scale_bytes(stored, self.kind)
+
+
+def block_values(blocks: Any, kind: str, empty: Callable[[tuple[int, ...]], Any]) -> Any:
+    """Return the quantized values of blocks ``[rows, blocks, bytes]`` modulo 256, uint8 ``[rows, columns]``, as ``empty`` makes arrays."""
+    values = empty((*blocks.shape[:2], BLOCK))
+    read_planes(blocks, _PLANES[kind], values)
+    if kind == "int4":
+        values -= 8
+    return values.reshape(len(blocks), -1)
+
+
+def block_scale_bytes(blocks: Any, kind: str) -> Any:
+    """Return the bytes of the scales of blocks ``[rows, blocks, bytes]``."""
+    return blocks[..., : _SCALE_BYTES[kind]]
 
 
 class GGUF(QuantizedFormat):

@@ -30,11 +30,11 @@ def num_experts(fields: ConfigFields, default: int, names: Sequence[str] = NUM_E
     return count
 
 
-def router(fields: ConfigFields, experts: int, **options: Any) -> RouterConfig:
-    """Return the router of a number of experts, of which each token takes ``num_experts_per_tok``."""
-    per_token = fields.integer("num_experts_per_tok")
+def router(fields: ConfigFields, experts: int, *, per_token_field: str = "num_experts_per_tok", **options: Any) -> RouterConfig:
+    """Return the router of a number of experts, of which each token takes as many as ``per_token_field`` says."""
+    per_token = fields.integer(per_token_field)
     if per_token > experts:
-        raise fields.refusal("num_experts_per_tok", f"at most the number of experts, {experts}")
+        raise fields.refusal(per_token_field, f"at most the number of experts, {experts}")
     return RouterConfig(num_experts=experts, experts_per_token=per_token, **options)
 
 

@@ -1,5 +1,5 @@
 """Gemma 4, text decoder: larger heads in full attention, where K may be V too, an RMSNorm of v, a learned scale of each layer, shared
-K/V (the last layers read K and V of earlier ones), and per-layer embeddings.
+K/V (the last layers read K and V of earlier ones), per-layer embeddings, and experts next to a dense MLP.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.families.family import Family
+from trt_kvcache.model.families.expert_fields import num_experts, router
+from trt_kvcache.model.families.family import ExpertStack, Family
 from trt_kvcache.model.families.fields import FULL, SLIDING, layer_types, mlp, model, norm, num_layers, softcap
 from trt_kvcache.model.families.gemma2 import GEMMA_NAMES, window
-from trt_kvcache.model.families.refusals import EXPERTS, unsupported
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, QkNormConfig
+from trt_kvcache.model.mlp_config import MlpConfig, RoutedMlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.per_layer_config import PerLayerEmbeddingConfig, PerLayerInputConfig
@@ -32,7 +33,8 @@ _OTHER_ROPE_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
-    _refuse_parts(fields)
+    if fields.get("use_bidirectional_attention") not in (None, "vision"):
+        raise fields.refusal("use_bidirectional_attention", "null or vision, which is causal attention in a text")
     kinds = _layer_types(fields)
     sources = _kv_sources(fields, kinds)
     found, sizes, bias = norm(fields, rounds_before_weight=False), _sizes(fields, kinds), fields.flag("attention_bias", False)
@@ -52,16 +54,16 @@ def read(fields: ConfigFields) -> ModelConfig:
         )
         for kind in dict.fromkeys(kinds)
     }
-    norms: dict[str, Any] = dict.fromkeys(("input_norm", "mixer_output_norm", "mlp_norm", "mlp_output_norm"), found)
+    norms: dict[str, Any] = dict.fromkeys(("input_norm", "mixer_output_norm", "mlp_output_norm"), found)
     dense = mlp(fields, activation_field="hidden_activation")
     wide = replace(dense, intermediate_size=2 * dense.intermediate_size) if fields.flag("use_double_wide_mlp", False) else dense
     embedding = _per_layer_embedding(fields, found)
     per_layer = None if embedding is None else PerLayerInputConfig(size=embedding.size, activation=str(dense.activation), output_norm=found)
     common = {"per_layer_input": per_layer, "output_scale": True, **norms}
     layers = [
-        LayerConfig(mixer=mixers[kind], mlp=dense, **common)
+        LayerConfig(mixer=mixers[kind], **_mlp(fields, dense, found), **common)
         if source is None
-        else LayerConfig(mixer=_reader(mixers[kind], source), mlp=wide, **common)
+        else LayerConfig(mixer=_reader(mixers[kind], source), **_mlp(fields, wide, found), **common)
         for kind, source in zip(kinds, sources, strict=True)
     ]
     return model(
@@ -76,12 +78,20 @@ def read(fields: ConfigFields) -> ModelConfig:
     )
 
 
-def _refuse_parts(fields: ConfigFields) -> None:
-    """Refuse the parts of the family that no engine computes."""
-    if fields.flag("enable_moe_block", False):
-        raise unsupported(fields, {"enable_moe_block": EXPERTS})
-    if fields.get("use_bidirectional_attention") not in (None, "vision"):
-        raise fields.refusal("use_bidirectional_attention", "null or vision, which is causal attention in a text")
+def _mlp(fields: ConfigFields, dense: MlpConfig, norm: NormConfig) -> dict[str, Any]:
+    """Return the MLP of a layer and the norm of its input, as fields of ``LayerConfig``: a dense MLP alone, or next to experts."""
+    if not fields.flag("enable_moe_block", False):
+        return {"mlp": dense, "mlp_norm": norm}
+    choice = router(
+        fields,
+        num_experts(fields, 0, ("num_experts",)),
+        per_token_field="top_k_experts",
+        renormalise=True,
+        norm_epsilon=norm.epsilon,
+        expert_scale=True,
+    )
+    expert = replace(dense, intermediate_size=fields.integer("moe_intermediate_size"))
+    return {"mlp": RoutedMlpConfig(router=choice, expert=expert, shared=dense, branch_norm=norm)}
 
 
 def _layer_types(fields: ConfigFields) -> tuple[str, ...]:
@@ -186,6 +196,23 @@ FAMILY = Family(
         "per_layer_projection": "per_layer_projection",
         "per_layer_norm": "post_per_layer_input_norm",
         "output_scale": "layer_scalar",
+        "router": "router.proj",
+        "router_scale": "router.scale",
+        "expert_scale": "router.per_expert_scale",
+        "expert_gate": "experts.{expert}.gate_proj",
+        "expert_up": "experts.{expert}.up_proj",
+        "expert_down": "experts.{expert}.down_proj",
+        "experts_norm": "pre_feedforward_layernorm_2",
+        "experts_output_norm": "post_feedforward_layernorm_2",
+        "shared_gate": GEMMA_NAMES["gate"],
+        "shared_up": GEMMA_NAMES["up"],
+        "shared_down": GEMMA_NAMES["down"],
+        "shared_norm": GEMMA_NAMES["mlp_norm"],
+        "shared_output_norm": "post_feedforward_layernorm_1",
     },
-    uses=frozenset({"final_logit_softcapping", "use_bidirectional_attention"}),
+    stacked={
+        "experts.gate_up_proj": ExpertStack(roles=("expert_gate", "expert_up")),
+        "experts.down_proj": ExpertStack(roles=("expert_down",)),
+    },
+    uses=frozenset({"final_logit_softcapping", "use_bidirectional_attention", "num_experts"}),
 )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families import gemma4_text
+from trt_kvcache.model.families.refusals import EXPERTS, unsupported
 from trt_kvcache.model.model_config import ModelConfig
 
 
@@ -11,6 +12,8 @@ def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
     if fields.get("hidden_size_per_layer_input"):
         raise fields.refusal("hidden_size_per_layer_input", "0 or nothing, as this family has no per-layer embeddings")
+    if fields.flag("enable_moe_block", False):
+        raise unsupported(fields, {"enable_moe_block": EXPERTS})
     return gemma4_text.read(fields)
 
 
@@ -28,4 +31,5 @@ FAMILY = replace(
         "use_bidirectional_attention": "vision",
     },
     read=read,
+    uses=gemma4_text.FAMILY.uses - {"num_experts"},
 )
