@@ -20,7 +20,7 @@ from trt_kvcache.builder.attention_choice import (
 )
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, ONE_PLAN, SEGMENTS, BuildOptions, default_sequence_length
 from trt_kvcache.cache.config import DecoderCacheConfig
-from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
+from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots, padded_rank
 from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
@@ -28,7 +28,6 @@ from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
-from trt_kvcache.memory.shapes import align_up
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.trt.module import TensorRT
@@ -36,9 +35,6 @@ from trt_kvcache.trt.plugin.versions import check_plugins
 
 #: Head dims that TensorRT has attention kernels for: multiples of the step, from the smallest to ``HEAD_DIM_MAX``.
 HEAD_DIM_STEP, HEAD_DIM_MIN = 8, 16
-
-#: Ranks of adapters are padded to a multiple of this, which products of 16 bits need to be fast.
-_RANK_MULTIPLE = 8
 
 #: Releases of full TensorRT that may corrupt the V that goes into a plugin layer: from the first, before the second.
 CORRUPT_V = ((10, 13), (10, 15))
@@ -143,7 +139,7 @@ class ResolvedOptions(BuildOptions):
             "choice": choice,
             "adapter_inputs": None
             if options.adapters_rank is None
-            else AdapterInputs.of(model, rank=align_up(options.adapters_rank, _RANK_MULTIPLE), modules=options.adapters_modules),
+            else AdapterInputs.of(model, rank=padded_rank(options.adapters_rank), modules=options.adapters_modules),
         }
         return cls(**{**vars(options), **chosen})
 

@@ -12,7 +12,7 @@ from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet, SideUpdate
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import ConfigError, KVCacheError
-from trt_kvcache.memory.shapes import MAX_DIMENSION, dense_nbytes
+from trt_kvcache.memory.shapes import MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.weight_parts import EXACT_ROLES, WeightPart, layer_parts, split_role
 
@@ -21,6 +21,9 @@ SLOT_ADAPTERS = "slot_adapters"
 
 #: Input int32 ``[rank]``: number of the adapter of each rank; :data:`NOBODY` for a rank that pads.
 RANK_ADAPTERS = "rank_adapters"
+
+#: Ranks are padded to a multiple of this, which products of 16 bits need to be fast.
+_RANK_MULTIPLE = 8
 
 #: Owner of a rank that no slot has.
 NOBODY = -1
@@ -86,6 +89,11 @@ class AdapterInputs:
                     )
         owners = [number for number, rank in enumerate(ranks.values(), start=1) for _ in range(rank)]
         return (*owners, *(NOBODY,) * (self.rank - len(owners)))
+
+
+def padded_rank(rank: int) -> int:
+    """Return the ranks that an engine has for this number of ranks of adapters."""
+    return align_up(rank, _RANK_MULTIPLE)
 
 
 def spread_update(update: SideUpdate | None, shape: tuple[int, ...], owners: Sequence[int]) -> SideUpdate:
