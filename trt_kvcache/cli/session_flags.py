@@ -127,7 +127,6 @@ PluginLayersOption = Annotated[
     choice(PluginLayersChoice, "--plugin-layers", help=f"{PLUGIN_LAYERS_HELP} Default: one-plan.", rich_help_panel=MODEL_PANEL),
 ]
 QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="FORMAT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
-AdapterOption = Annotated[str | None, typer.Option("--adapter", metavar="ADAPTER", help=ADAPTER_HELP, rich_help_panel=MODEL_PANEL)]
 AdapterOrName = Annotated[
     str | None,
     typer.Option(

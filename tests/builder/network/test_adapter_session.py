@@ -25,11 +25,12 @@ from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.serialization import make_config as make_builder_config
 from trt_kvcache.cache.edge_llm import make_cache
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
-from trt_kvcache.engine.adapter_inputs import NOBODY, RANK_ADAPTERS, SLOT_ADAPTERS, AdapterInputs
+from trt_kvcache.engine.adapter_inputs import RANK_ADAPTERS, SLOT_ADAPTERS, AdapterInputs
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.consistency import check_consistency
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import ConfigError, EngineError
+from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.reference import ReferenceEngine
 from trt_kvcache.trt import graph_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
@@ -171,7 +172,7 @@ def test_the_bound_tensors(make: Any, folders_of: Any) -> None:
         assert not found.keys() & ours.engine.tensors.keys()
         contexts = made.fake.contexts
         assert all(context.addresses[name] == contexts[0].addresses[name] for context in contexts for name in found)
-    assert found[RANK_ADAPTERS].tolist() == [1] * 3 + [2] * 5 + [NOBODY] * 8
+    assert found[RANK_ADAPTERS].tolist() == [1] * 3 + [2] * 5 + [-1] * 8
     assert found[SLOT_ADAPTERS].tolist()[0] == 2, "the last enqueue was of the last slot alone"
     updates = AdapterSet.open(made.config.model, folders).layer_updates(made.config.model, 0)
     for role in ("q", "k"):
@@ -212,6 +213,17 @@ def test_adapters_that_the_engine_has_no_inputs_for(make: Any, folders_of: Any, 
         assert_close(logits_of(ours, names), logits_of(reference, names), TOLERANCE["float32"])
     assert made.fake.contexts
     assert made.open(None).close() is None
+
+
+def test_the_updates_are_kept_until_the_session_is_closed(make: Any, folders_of: Any) -> None:
+    made = make("llama")
+    sizes = []
+    for folders in (None, folders_of("llama")):
+        with made.open(folders) as session:
+            sizes.append(session.cache.memory.live_nbytes)
+        assert session.cache.memory.live_nbytes == 0
+    largest = max(dense_nbytes(spec.shape, spec.dtype) for spec in made.config.adapter_tensors)
+    assert sizes[1] - sizes[0] >= made.config.adapters.nbytes(made.config.model, "float32") - largest > 0
 
 
 def test_a_failed_open_releases_everything(make: Any, folders_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
