@@ -66,6 +66,7 @@ public:
     Decoder(std::string const& folder, std::string const& plugins)
         : config_(folder), runtime_(nvinfer1::createInferRuntime(logger_)) {
         check(config_.in_one_piece, "an engine in segments needs Python: opening " + folder);
+        check(!config_.has_adapters, "an engine with inputs for adapters needs Python: opening " + folder);
         if (!plugins.empty())
             check(runtime_->getPluginRegistry().loadLibrary(plugins.c_str()) != nullptr, "loading " + plugins);
         runtime_->setEngineHostCodeAllowed(config_.carries_its_plugins);

@@ -98,6 +98,7 @@ struct EngineConfig {
     int64_t max_sequence_length, vocab_size;
     bool in_one_piece;         // or in segments, between which Python runs operations
     bool carries_its_plugins;  // the engine contains a plugin library
+    bool has_adapters;         // the engine has inputs for LoRA adapters
 
     explicit EngineConfig(std::string const& folder) {
         std::ifstream file(folder + "/config.json");
@@ -131,6 +132,7 @@ struct EngineConfig {
         max_sequence_length = sizes["max_sequence_length"].integer();
         in_one_piece = json["segments"].is_null();
         carries_its_plugins = !json["plugin_library"].is_null();
+        has_adapters = json.members.count("adapters") && !json["adapters"].is_null();  // not in folders of before
     }
 
 private:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.bindings.network import FLOAT, INT32
 from tests.checkpoint.folders import edit_tensors
+from tests.helpers.adapters import Q_PROJ, write_adapter
 from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import FakeGpuMemory, enqueue, make_ready, set_shapes, tensor
 from tests.helpers.models import write_model
@@ -25,6 +26,7 @@ from trt_kvcache import InferenceSession, KVCacheManager, build_engine
 from trt_kvcache.builder import resolved_options
 from trt_kvcache.builder.attention_choice import UNSAFE_NATIVE
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine_folder.config import EngineFolderConfig
@@ -95,7 +97,7 @@ def is_built(full: TensorRT, name: str) -> bool:
 
 def recorded_tensors(full: TensorRT, config: EngineFolderConfig) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return shape and type, by name, of all that ``config.json`` says a network has."""
-    specs = (*map(packed_as_int32, config.tensors), *config.v_outputs)
+    specs = (*map(packed_as_int32, config.tensors), *config.adapter_tensors, *config.v_outputs)
     return {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
 
 
@@ -277,6 +279,34 @@ def test_an_engine_is_opened_and_enqueued(
             ]
             assert all(inputs[3] == outputs[1] for shapes, inputs, outputs in runs)
     del engine
+    gc.collect()
+
+
+def test_an_engine_binds_its_adapters(
+    stand_in: Any, full: TensorRT, model: Path, variant: str, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record_plugin_runs(monkeypatch)
+    options: dict[str, Any] = {**SIZES, "attention": variant, "flavour": "tensorrt", "adapters_rank": 5, "adapters_modules": ["q_proj"]}
+    folder = EngineFolder.open(build_engine(model, tmp_path / "engine", **options).path)
+    config, network = folder.config, stand_in.networks[-1]
+    assert network.tensors() == recorded_tensors(full, config)
+    assert len({layer.name for layer in network.layers}) == len(network.layers)
+    assert all(stand_in.configs[-1].profiles[0]["lora_a_q_0"][place] == (1, 8, 40) for place in range(3))
+    adapters = AdapterSet.open(config.model, {"a": write_adapter(tmp_path / "a", {Q_PROJ: (256, 40)}, rank=2)})
+    for given, slots in ((adapters, [1, 0, 1]), (None, None)):
+        enqueues = len(stand_in.enqueues)
+        with TensorRTEngine.open(folder, memory=memory, adapters=given) as engine:
+            assert dict(engine.tensors) == {spec.name: spec for spec in config.tensors}
+            make_ready(engine, memory, batch=3, width=5)
+            if engine.slot_adapters is not None:
+                engine.slot_adapters.write(["a", None, "a"], stream=memory.create_stream())
+            enqueue(engine)
+            [done] = stand_in.enqueues[enqueues:]
+            places = {spec.name: done.addresses[spec.name] for spec in config.adapter_tensors}
+            assert len(set(places.values())) == (1 if slots is None else len(places))
+            if engine.slot_adapters is not None:
+                assert places["slot_adapters"] == engine.slot_adapters.table.ptr
+                assert engine.slot_adapters.table.numpy().tolist() == slots
     gc.collect()
 
 

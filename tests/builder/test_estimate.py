@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.adapters import Q_PROJ, SHAPES
 from tests.helpers.assertions import raises
 from tests.helpers.models import SMALL, write_model
 from tests.paths import GOLDEN, SHIPPED
@@ -70,6 +71,14 @@ def test_the_memory_of_v_outputs_is_counted(tmp_path: Path, max_logits_per_slot:
     options: dict[str, Any] = {**SIZES, "max_prefill_length": 11, "flavour": "tensorrt", "max_logits_per_slot": max_logits_per_slot}
     plain, marked = (estimate_build(model, **options, v_outputs=one).activations_nbytes for one in (False, True))
     assert marked - plain == 3 * (3 * 11 * 2 * 64 * 2)  # layers; slots, new tokens, heads, elements, bytes
+
+
+def test_the_memory_of_adapters_is_counted(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", num_hidden_layers=3)
+    plain, adapted = (estimate_build(model, **SIZES, **options) for options in ({}, {"adapters_rank": 5, "adapters_modules": ["q_proj"]}))
+    assert adapted.adapters_nbytes == 3 * 8 * (SHAPES[Q_PROJ][0] + SHAPES[Q_PROJ][1]) * 2  # layers, ranks, outputs and inputs, bytes
+    assert plain.adapters_nbytes == 0
+    assert adapted.device_nbytes - plain.device_nbytes == adapted.adapters_nbytes
 
 
 def test_the_chosen_attention_is_that_of_a_build() -> None:

@@ -63,6 +63,11 @@ def full_tensorrt(version: str) -> TensorRT:
         ({"v_outputs": "auto"}, "v_outputs: expected True or False, got 'auto'."),
         ({"compute_capabilities": ()}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got ().'),
         ({"compute_capabilities": (8.6,)}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got (8.6,).'),
+        ({"adapters_rank": 0}, "adapters_rank: expected an integer from 1 to 2147483647, got 0."),
+        ({"adapters_rank": 8, "adapters_modules": ()}, 'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got ().'),
+        ({"adapters_rank": 8, "adapters_modules": (3,)}, 'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got (3,).'),
+        ({"adapters_modules": "q_proj"}, "adapters_modules: expected adapters_rank with it, got q_proj alone."),
+        ({"adapters_rank": 8, "adapter": "lora"}, "adapters_rank: expected none with adapter, which is merged, got 8."),
         ({"compute_capabilities": ("8.6", "8.6")}, "compute_capabilities: expected each one once, got 8.6, 8.6."),
     ],
 )
@@ -87,6 +92,23 @@ def test_options_that_were_left_out_are_the_models() -> None:
     assert (options.dtype, options.attention) == ("float16", "native")
     assert ResolvedOptions.of_model(BuildOptions(kv_dtype="int8"), with_mixer(MODEL, head_dim=64)).attention == "plugin"
     assert ResolvedOptions.of_model(BuildOptions(), with_mixer(MODEL, window=5)).attention == "mask"
+
+
+def test_inputs_for_adapters_are_of_the_model() -> None:
+    inputs = resolve(adapters_rank=9, adapters_modules="down_proj").adapter_inputs
+    assert inputs is not None
+    assert (inputs.rank, inputs.modules) == (16, ("down_proj",))
+    assert resolve().adapter_inputs is None
+    assert resolve().adapter_tensors(MODEL) == ()
+    [slots, *_] = resolve(adapters_rank=9, max_batch_size=1).adapter_tensors(MODEL)
+    assert slots.shape == (2,), "decode steps of full TensorRT take two slots at least"
+    with raises(ConfigError, "adapters_modules", expected="q_proj, k_proj", got="'query'"):
+        resolve(adapters_rank=9, adapters_modules=("q_proj", "query"))
+    wide = with_mixer(MODEL, head_dim=64)
+    assert resolve(wide, adapters_rank=9, attention="plugin").adapter_inputs is not None
+    with raises(ConfigError, "adapters_rank", expected="plugin_layers=one-plan", got="segments"):
+        resolve(wide, adapters_rank=9, attention="plugin", plugin_layers="segments")
+    assert resolve(wide, adapters_rank=9, attention="native", plugin_layers="segments").adapter_inputs is not None
 
 
 def test_keywords_are_the_fields() -> None:

@@ -23,6 +23,7 @@ from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.torch_memory import TorchMemory
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.errors import RangeError
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 from trt_kvcache.trt.module import TensorRT
@@ -47,6 +48,21 @@ def test_the_next_token_and_the_next_slot_do_not_fit(model: Path) -> None:
         assert nbytes(2, fit.longest_sequence) <= budget < nbytes(2, fit.longest_sequence + 1)
         assert nbytes(fit.largest_batch, 300) <= budget < nbytes(fit.largest_batch + 1, 300)
         assert fit.weights_nbytes == estimate_build(model, quantize=quantize).weights_nbytes
+
+
+@pytest.mark.parametrize("name", ["dense", "mixtral"])
+def test_adapters_take_their_bytes(model: Path, name: str) -> None:
+    """The same memory holds as much with as many bytes more: with TensorRT, and with PyTorch."""
+    folder = model if name == "dense" else GOLDEN / name
+    nbytes = AdapterInputs.of(Checkpoint.read_config(folder), rank=16).nbytes(Checkpoint.read_config(folder), "float16")
+    share = 0 if name == "dense" else 1 / 32  # of the budget, for graphs
+    budget = 6_000_000 if name == "dense" else 100_000_000
+    plain = what_fits(folder, budget, max_sequence_length=30, dtype="float16")
+    adapted = what_fits(folder, math.ceil(budget + nbytes / (1 - share)), max_sequence_length=30, dtype="float16", adapters_rank=11)
+    assert {fit.engine for fit in plain} == {"tensorrt" if name == "dense" else "torch"}
+    assert [fit.largest_batch for fit in adapted] == [fit.largest_batch for fit in plain]
+    fewer = what_fits(folder, budget, max_sequence_length=30, dtype="float16", adapters_rank=5000)
+    assert all(fit.largest_batch < other.largest_batch for fit, other in zip(fewer, plain, strict=True))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

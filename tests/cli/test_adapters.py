@@ -38,6 +38,16 @@ def test_compare_runs_all_paths_with_the_adapter(run: Run, base: Path, adapter: 
     assert done.code == 0, done.err
 
 
+def test_compare_runs_all_paths_with_one_of_several_adapters(run: Run, base: Path, several: list[str]) -> None:
+    command = ("compare", base, *PROMPT, "--steps", 2)
+    for chosen in ((), ("--adapter", "sql")):
+        done = run(*command, *several, *chosen)
+        assert done.code == 0, done.err
+    refused = run(*command, *several, "--adapter", "other")
+    assert refused.code != 0
+    assert "expected one of sql, poems, or None, got 'other'" in refused.complaint
+
+
 def test_a_dry_run_of_a_build_checks_the_adapter(run: Run, base: Path, adapter: Path, tmp_path: Path) -> None:
     command = ("build", base, "-o", tmp_path / "engine", "--dry-run", "--adapter")
     assert run(*command, adapter).code == 0

@@ -9,6 +9,7 @@ from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.fake_tensorrt import FakeTensorRT
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.console import size
+from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import FileRecord
@@ -73,6 +74,19 @@ def test_v_outputs_are_shown(run: Run, engine: Path, tmp_path: Path):
     assert ["V outputs of all layers", str(nbytes)] in [row[:2] for row in rows(run("inspect", marked).out, "Sizes")]
     assert "V outputs" not in run("inspect", engine).out
     assert [one["name"] for one in json.loads(run("inspect", marked, "--json").out)["v_outputs"]] == ["v_0", "v_1"]
+
+
+def test_inputs_for_adapters_are_shown(run: Run, engine: Path, tmp_path: Path):
+    inputs = AdapterInputs.of(CONFIG, rank=16, modules=("q_proj", "v_proj"))
+    with_inputs = make_engine_folder(SHIPPED, tmp_path / "adapters", adapters=inputs).path
+    shown = run("inspect", with_inputs).out
+    assert "inputs for adapters: 16 ranks in all, of q_proj, v_proj\n" in shown
+    width = MIXER.num_heads * MIXER.head_dim
+    assert ["lora_b_q_{0..1}", "input", "float16", f"[1, {width}, 16]", ""] in rows(shown, "Tensors")
+    nbytes = 2 * 2 * 16 * (2 * CONFIG.hidden_size + width + MIXER.num_kv_heads * MIXER.head_dim)
+    assert ["adapters, of all ranks", str(nbytes)] in [row[:2] for row in rows(shown, "Sizes")]
+    assert "inputs for adapters" not in run("inspect", engine).out
+    assert json.loads(run("inspect", with_inputs, "--json").out)["adapters"] == {"rank": 16, "modules": ["q_proj", "v_proj"]}
 
 
 def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):

@@ -169,6 +169,7 @@ def test_a_budget_too_small_for_one_token(run: Run):
         ([*LLAMA_7B, "--fit", "8GB"], "--fit: expected a model folder with it"),
         (["--layers", 10**9], "Invalid value for '--layers'"),
         ([SHIPPED, "--compute-capability", "12.0"], "--compute-capability: expected --engine or --fit with it, got neither."),
+        ([SHIPPED, "--adapters-rank", 8], "--adapters-rank: expected --engine or --fit with it, got neither."),
         ([SHIPPED, "--max-logits-per-slot", 3], "--max-logits-per-slot: expected --engine with it, got none."),
         ([SHIPPED, "--fit", "8GB", "--max-logits-per-slot", 3], "--max-logits-per-slot: expected --engine with it, got none."),
         ([SHIPPED, "--quantize", "int4"], "--quantize: expected --engine with it, got none"),
@@ -231,6 +232,13 @@ def test_what_fits_into_a_gpu(run: Run, tmp_path: Path):
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in done.out.splitlines() if line.startswith("│")][-len(fits) :]
     assert [row[3:] for row in rows] == [[str(fit.longest_sequence), str(fit.largest_batch)] for fit in fits]
     assert rows[1][:2] == ["float16", "8 bits, scale a token"]
+    asked = ("--engine", "--max-sequence-length", 300, "--adapters-rank", 500, "--json")
+    adapted = json.loads(run("memory", model, "--fit", "6MB", *asked).out)
+    assert adapted["build"]["adapters_nbytes"] > 0
+    assert [one["largest_batch"] for one in adapted["fits"]] == [
+        fit.largest_batch for fit in what_fits(model, 6_000_000, max_sequence_length=300, adapters_rank=500)
+    ]
+    assert adapted["fits"][0]["largest_batch"] < fits[0].largest_batch
     assert "tokens of 2 slots" in done.out
     assert "slots of 300 tokens" in done.out
 

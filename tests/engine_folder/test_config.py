@@ -14,6 +14,7 @@ from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_config, make_engine_folder
 from tests.helpers.models import write_model
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.config import EngineFolderConfig
@@ -132,6 +133,54 @@ def test_v_outputs_of_another_model_are_refused(model: Path, change: Callable[[A
         read_config(data)
 
 
+def config_with_adapters(model: Path, **changes: Any) -> EngineFolderConfig:
+    with Checkpoint.open(model) as checkpoint:
+        inputs = AdapterInputs.of(checkpoint.config, rank=8, modules=("q_proj", "down_proj"))
+        return make_config(checkpoint, **{"adapters": inputs, **changes})
+
+
+def test_inputs_for_adapters_are_recorded(model: Path) -> None:
+    config = config_with_adapters(model)
+    data = json.loads(json.dumps(config.to_dict()))
+    assert read_config(data) == config
+    assert data["adapters"] == {"rank": 8, "modules": ["q_proj", "down_proj"]}
+    assert {spec.name for spec in config.adapter_tensors} >= {"slot_adapters", "rank_adapters", "lora_a_q_0", "lora_b_down_1"}
+    assert config.network_facts() != config_with_adapters(model, adapters=None).network_facts(), "compiled kernels are others"
+    del data["adapters"]  # folders of before
+    assert read_config(data) == config_with_adapters(model, adapters=None)
+    assert read_config(data).adapter_tensors == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 0}, "adapters_rank: expected an integer from 1 to 2147483647, got 0"),
+        ({"rank": True}, "adapters_rank: expected an integer, got True"),
+        ({"modules": []}, "adapters: expected modules .* for this model, got "),
+        ({"modules": ["down_proj", "q_proj"]}, "adapters: expected modules q_proj, down_proj for this model, got down_proj, q_proj"),
+        ({"modules": ["q_proj", "q_proj"]}, "adapters: expected modules q_proj for this model, got q_proj, q_proj"),
+        ({"modules": ["qkv_proj"]}, "adapters_modules: expected some of q_proj, .*, got 'qkv_proj'"),
+        ({"modules": "q_proj"}, "adapters.modules: expected a list, got 'q_proj'"),
+        ({"modules": [3]}, r"adapters.modules\[0\]: expected a str, got 3"),
+        ({"size": 3}, "unknown or of the wrong kind"),
+    ],
+)
+def test_inputs_for_adapters_of_another_model_are_refused(model: Path, change: dict[str, Any], message: str) -> None:
+    data = config_with_adapters(model).to_dict()
+    data["adapters"].update(change)
+    with pytest.raises(EngineError, match=message):
+        read_config(data)
+
+
+def test_inputs_for_adapters_in_segments_or_with_a_merged_adapter_are_refused(model: Path) -> None:
+    with raises(EngineError, "adapters", expected="none with segments", got="rank 8"):
+        read_config(config_with_adapters(model, segmented=True).to_dict())
+    data = config_with_adapters(model).to_dict()
+    data["checkpoint"].update(adapter="/lora", adapter_fingerprint="0" * 64)
+    with raises(EngineError, "adapters", expected="none with a merged adapter", got="rank 8"):
+        read_config(data)
+
+
 def with_more_logits(model: Path, *, segmented: bool = False) -> EngineFolderConfig:
     with Checkpoint.open(model) as checkpoint:
         return make_config(checkpoint, segmented=segmented, max_logits_per_slot=5)
@@ -221,6 +270,7 @@ def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> No
         ("producer/version", None, r"producer\.version: expected a str, got None"),
         ("v_outputs", None, r"v_outputs: expected a list, got None"),
         ("v_outputs", {"v_0": 1}, r"v_outputs: expected a list, got \{'v_0': 1\}"),
+        ("adapters", 8, r"adapters: expected a dict, got 8"),
         ("compute_capabilities", "8.6", r"compute_capabilities: expected a list, got '8\.6'"),
         ("compute_capabilities", [8.6], r"compute_capabilities\[0\]: expected a str, got 8\.6"),
     ],

@@ -11,6 +11,7 @@ from tests.paths import GOLDEN, ROOT, SHIPPED
 from tests.plugin_library.build import build_program, need_cmake
 from tests.plugin_library.creators import DATA_TYPES
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import FileRecord
@@ -89,6 +90,13 @@ def test_static_scales_have_no_values_here(decode, tmp_path):
     make_engine(tmp_path / "engine", SHIPPED, **_PLUGIN, quantized=QuantizedKV("int8", "tensor", [(0.5, 0.25)] * 2))
     done = subprocess.run([decode, tmp_path / "engine", "1", "1"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "finding values for the input kv_scales_0 failed.\n")
+
+
+def test_inputs_for_adapters_have_no_values_here(decode, tmp_path):
+    inputs = AdapterInputs.of(Checkpoint.read_config(SHIPPED), rank=8)
+    folder = make_engine(tmp_path / "engine", SHIPPED, adapters=inputs).path
+    done = subprocess.run([decode, folder, "1", "1"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"an engine with inputs for adapters needs Python: opening {folder} failed.\n")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from polygraphy.comparator import Comparator, DataLoader
 from polygraphy.exception import PolygraphyException
 from polygraphy.logger import G_LOGGER
 
+from tests.helpers.adapters import write_adapter
 from tests.helpers.assertions import assert_close, raises
+from tests.helpers.models import write_model
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, EngineError, ShapeError
 from trt_kvcache.polygraphy.feeds import greedy_feeds, make_feed
@@ -199,6 +201,25 @@ def test_polygraphy_runs_them_side_by_side_each_with_its_own_cache() -> None:
     for streaming in (False, True):
         results = Comparator.run(runners, data_loader=feeds, streaming=streaming)
         assert Comparator.compare_accuracy(results, comparisons=[(0, 1), (0, 2)])
+
+
+def test_a_runner_has_the_adapters_of_its_sequences(tmp_path: Path) -> None:
+    """Each row its own; a recomputation too, and the reference runner."""
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    adapters = {name: str(write_adapter(tmp_path / name, seed=seed)) for seed, name in enumerate(("sql", "poems"))}
+    names, options = ("sql", None, "poems"), {"max_batch_size": 3, "max_sequence_length": 20, "adapters": adapters}
+    feeds = [make_feed([[5, 6, 7], [8], [9, 10]], reset=True), make_feed([[3], [4], [5]], reset=False)]
+    with SessionSource(model, engine="numpy", **options)() as session:
+        expected = [session.prefill([[5, 6, 7], [8], [9, 10]], adapter=names), session.decode([3, 4, 5])]
+    source = SessionSource(model, engine="numpy", **options)
+    for runner in (
+        SessionRunner(source, adapter=names),
+        RecomputeRunner(source, adapter=names),
+        ReferenceRunner(model, request_adapter=names, **options),
+    ):
+        with runner:
+            for feed, logits in zip(feeds, expected, strict=True):
+                assert_close(runner.infer(feed)["logits"], logits)
 
 
 def test_a_reference_runner_runs_the_reference_engine() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
+from tests.helpers.adapters import Q_PROJ, SHAPES, write_adapter
 from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model
@@ -22,6 +23,7 @@ from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, BuildError, CheckpointError, ConfigError, CudaError, EngineError, KVCacheError
 from trt_kvcache.memory.host_memory import HostMemory
@@ -73,6 +75,7 @@ class FakeGPU:
         self.memory = HostMemory()
         self.failure: KVCacheError | None = None
         self.opened: list[tuple[Path, str]] = []
+        self.adapters: list[AdapterSet | None] = []
         self.model = model
         monkeypatch.setattr(opening, "find_gpu", lambda device: None)
         monkeypatch.setattr(opening, "load_tensorrt", lambda flavour: None)
@@ -80,8 +83,11 @@ class FakeGPU:
         monkeypatch.setattr(opening, "TensorRTEngine", self)
         monkeypatch.setattr(opening, "why_no_torch", lambda: "torch is not installed")
 
-    def open(self, folder: EngineFolder, *, memory: HostMemory, flavour: str, cuda_graphs: bool = True) -> ReferenceEngine:
+    def open(
+        self, folder: EngineFolder, *, memory: HostMemory, flavour: str, cuda_graphs: bool = True, adapters: AdapterSet | None = None
+    ) -> ReferenceEngine:
         assert memory is self.memory
+        self.adapters.append(adapters)
         self.opened.append((folder.path, flavour))
         if self.failure is not None:
             raise self.failure
@@ -281,6 +287,26 @@ class TestModel:
         with pytest.raises(BuildError, match="enough seen"):
             InferenceSession.from_model(model, engine="tensorrt", **given)
         assert tuple(asked[name] for name in ("attention", "plugin_layers", "device")) == asked_for
+
+    @pytest.mark.parametrize("engine", ["auto", "tensorrt"])
+    def test_an_engine_that_is_built_for_adapters_has_their_ranks(self, model, gpu, monkeypatch, tmp_path, engine):
+        """And inputs for the linear layers alone that they change."""
+        folders = {"a": write_adapter(tmp_path / "a", {Q_PROJ: SHAPES[Q_PROJ]}), "b": write_adapter(tmp_path / "b", rank=2, seed=1)}
+        model, asked = write_model(tmp_path / "model", num_hidden_layers=2), {}
+
+        def build(path, target, *, progress, **options):
+            asked.update(vars(BuildOptions.of(options)))
+            return SimpleNamespace(path=make_engine_folder(path, target).path)
+
+        monkeypatch.setattr(opening, "build_engine", build)
+        sizes = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
+        InferenceSession.from_model(model, engine=engine, **sizes, adapters=folders).close()
+        assert (asked["adapters_rank"], set(asked["adapters_modules"])) == (5, {"q_proj", "down_proj"})
+        assert gpu.adapters[0].names == ("a", "b")
+        path = make_engine_folder(model, tmp_path / "engine").path
+        for given in (folders, None):
+            InferenceSession.open(path, engine=engine, adapters=given).close()
+        assert [one and one.names for one in gpu.adapters[1:]] == [("a", "b"), None]
 
     @pytest.mark.parametrize(
         ("given", "logits"),
@@ -518,6 +544,9 @@ def test_an_engine_in_segments_is_opened_by_the_segmented_engine(gpu, monkeypatc
         attention="plugin",
         cuda_graphs=False,
     )
+    adapters = {"a": write_adapter(tmp_path / "a", {Q_PROJ: (64 * 4, 40)})}
+    with raises(ConfigError, "adapters", expected="segments", got="a"):
+        InferenceSession.open(path, engine="tensorrt", adapters=adapters)
     assert gpu.opened == []
     with InferenceSession.open(path, engine="reference") as one, of_model(model, **SIZES, attention="plugin") as other:
         assert one.cache.kv_config == other.cache.kv_config

@@ -420,16 +420,25 @@ def test_a_name_is_of_letters_and_digits(name: Any, adapters: Any) -> None:
 
 def test_options_that_do_not_go_together(adapters: Any, tmp_path: Path) -> None:
     base = write_model(tmp_path / "model")
-    with raises(ConfigError, "adapters", "engine='tensorrt'", "sql"):
-        load(base, engine="tensorrt", adapters=adapters)
     with raises(ConfigError, "adapters", "none with adapter", ("sql", "poems")):
         load(base, adapter=adapters["sql"], adapters=adapters)
-    with raises(ConfigError, "adapters", "Hugging Face folder", says="engine folder"):
-        load(make_engine_folder(base, tmp_path / "engine").path, engine=OPTIONS["engine"], adapters=adapters)
+    merged = make_engine_folder(GOLDEN / "llama", tmp_path / "engine", adapter=adapters["sql"]).path
+    with raises(ConfigError, "adapters", ("none", "merged adapter"), "sql, poems"):
+        load(merged, engine=OPTIONS["engine"], adapters=adapters)
     with raises(ConfigError, "adapters", "by name"):
         load(base, engine=OPTIONS["engine"], adapters=adapters["sql"])
     with raises(ConfigError, "adapter", "a folder of PEFT", "3"):
         load(base, engine=OPTIONS["engine"], adapters={"sql": 3})
+
+
+def test_an_engine_folder_runs_with_adapters_of_a_session(adapters: Any, tmp_path: Path) -> None:
+    """The engines without TensorRT need no inputs for them."""
+    folder = make_engine_folder(GOLDEN / "llama", tmp_path / "engine", dtype="float32").path
+    with (
+        InferenceSession.open(folder, engine=OPTIONS["engine"], adapters=adapters) as session,
+        open_model("llama", adapters=adapters) as other,
+    ):
+        assert_close(*(one.prefill(PROMPTS, adapter=NAMES) for one in (session, other)))
 
 
 def test_an_adapter_of_another_model(adapters: Any, tmp_path: Path) -> None:

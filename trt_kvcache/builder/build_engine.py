@@ -248,6 +248,7 @@ def _config(
         v_outputs=v_outputs(checkpoint.config, options.dtype) if options.v_outputs else (),
         computed_dtype=options.dtype if cache.kv is not None and cache.kv.has_scales else None,
         plugin_library=library,
+        adapters=options.adapter_inputs,
     )
 
 

@@ -76,7 +76,11 @@ def define_decoder(
         graph=graph,
         cache=cache,
         names=names,
-        tensors=(*map(packed_as_int32, tensors), *(v_outputs(model, options.dtype) if options.v_outputs else ())),
+        tensors=(
+            *map(packed_as_int32, tensors),
+            *options.adapter_tensors(model),
+            *(v_outputs(model, options.dtype) if options.v_outputs else ()),
+        ),
         profiles=options.profiles,
         attention=attention,
     )

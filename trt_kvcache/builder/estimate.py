@@ -65,6 +65,8 @@ class BuildEstimate:
         Activations and logits of the largest enqueue, from the shapes of the network: TensorRT may need more or less. With GQA and native
         attention of TensorRT for RTX, the prefill copies K and V of all rows for each query head: the copies are included. So is the
         memory of ``v_outputs``.
+    adapters_nbytes : int
+        The inputs for adapters: A and B for ``adapters_rank`` ranks. 0 for a build without.
     host_peak_nbytes : int
         Most memory of the host during the build.
 
@@ -78,12 +80,13 @@ class BuildEstimate:
     constants_nbytes: int
     cache_nbytes: int
     activations_nbytes: int
+    adapters_nbytes: int
     host_peak_nbytes: int
 
     @property
     def device_nbytes(self) -> int:
-        """GPU memory of a session with this engine: plan, constants, cache and activations."""
-        return self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes
+        """GPU memory of a session with this engine: plan, constants, cache, activations and adapters."""
+        return self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes + self.adapters_nbytes
 
     @property
     def disk_nbytes(self) -> int:
@@ -185,6 +188,7 @@ class PackedModel:
             constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in constants) if segmented else 0,
             cache_nbytes=cache.nbytes,
             activations_nbytes=_activations_nbytes(model, computed, options) + v_nbytes,
+            adapters_nbytes=0 if options.adapter_inputs is None else options.adapter_inputs.nbytes(model, computed),
             host_peak_nbytes=round(weights.peak_of_segments(plan) if segmented else weights.peak_of_one_network())
             + (weights.dense_nbytes // itemsize(computed) * itemsize(model.dtype) if computed != model.dtype else 0),
         )

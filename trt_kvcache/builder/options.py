@@ -19,6 +19,7 @@ from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.ops.registry import BUILT_IN_OPERATIONS, OPERATIONS
 
@@ -70,6 +71,8 @@ class BuildKeywords(TypedDict, total=False):
     timing_cache: str | os.PathLike[str] | None
     quantize: str | None
     adapter: str | os.PathLike[str] | None
+    adapters_rank: int | None
+    adapters_modules: Sequence[str] | None
     kv_dtype: str | None
     kv_scales: str | None
 
@@ -127,6 +130,12 @@ class BuildOptions:
         ``docs/quantization.md``. For a checkpoint that is not quantized.
     adapter : path, optional
         A folder of PEFT with a LoRA adapter, which is merged into the weights before ``quantize`` rounds them: see ``docs/adapters.md``.
+    adapters_rank : int, optional
+        Make inputs for LoRA adapters, which a session exchanges without a build, and of which each slot has its own: most ranks of all
+        adapters of a session together, rounded up to a multiple of 8. Not with ``adapter``, nor in segments: see ``docs/adapters.md``.
+    adapters_modules : sequence of str, optional
+        With ``adapters_rank``, the linear layers that adapters may change, by the ends of their names, such as ``("q_proj", "v_proj")``.
+        If left out, all of attention, recurrent mixers and MLPs.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -166,6 +175,8 @@ class BuildOptions:
     timing_cache: str | os.PathLike[str] | None = None
     quantize: str | None = None
     adapter: str | os.PathLike[str] | None = None
+    adapters_rank: int | None = None
+    adapters_modules: Sequence[str] | None = None
     kv_dtype: str | None = None
     kv_scales: str | None = None
 
@@ -193,6 +204,9 @@ class BuildOptions:
         self._normalize("timing_cache", Path)
         self._normalize("quantize", lambda text: str(Quantization.parse(text)))
         self._normalize("adapter", adapter_folder)
+        self._normalize("adapters_rank", partial(int_in_range, "adapters_rank", low=1, high=MAX_DIMENSION, error=ConfigError))
+        self._normalize("adapters_modules", _as_modules)
+        self._check_adapters()
 
     def _normalize(self, name: str, convert: Callable[[Any], Any]) -> None:
         """Replace a value that was given by the converted one."""
@@ -222,6 +236,12 @@ class BuildOptions:
             raise ConfigError(
                 f"plugin_library: expected no operations with it, got {', '.join(self.operations)}: they run in Python. Leave one out."
             )
+
+    def _check_adapters(self) -> None:
+        if self.adapters_rank is None and self.adapters_modules is not None:
+            raise ConfigError(f"adapters_modules: expected adapters_rank with it, got {', '.join(self.adapters_modules)} alone.")
+        if self.adapters_rank is not None and self.adapter is not None:
+            raise ConfigError(f"adapters_rank: expected none with adapter, which is merged, got {self.adapters_rank}.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> BuildOptions:
@@ -263,6 +283,14 @@ def _as_operations(given: Mapping[str, str]) -> dict[str, str]:
         one_of("operations", replaced, BUILT_IN_OPERATIONS)
         one_of(f"operations[{replaced!r}]", name, OPERATIONS)
     return dict(given)
+
+
+def _as_modules(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the ends of names of modules as a tuple; a string is one. The model says later which it has."""
+    modules = (given,) if isinstance(given, str) else tuple(given)
+    if not modules or not all(isinstance(one, str) for one in modules):
+        raise ConfigError(f'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got {given!r}.')
+    return modules
 
 
 def _as_capabilities(given: Sequence[str]) -> tuple[str, ...]:

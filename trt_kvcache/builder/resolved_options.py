@@ -20,10 +20,11 @@ from trt_kvcache.builder.attention_choice import (
 )
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, ONE_PLAN, SEGMENTS, BuildOptions, default_sequence_length
 from trt_kvcache.cache.config import DecoderCacheConfig
+from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots, padded_rank
 from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
-from trt_kvcache.engine.protocol import EngineProfile
+from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
@@ -97,6 +98,7 @@ class ResolvedOptions(BuildOptions):
     plugin_library: Path | None
     v_outputs: bool
     choice: AttentionChoice  # of ``attention``
+    adapter_inputs: AdapterInputs | None  # of ``adapters_rank`` and ``adapters_modules``
 
     @classmethod
     def of_model(cls, options: BuildOptions, model: ModelConfig, target: BuildTarget | None = None) -> ResolvedOptions:
@@ -125,6 +127,8 @@ class ResolvedOptions(BuildOptions):
             )
         if options.operations and choice.variant != "plugin":
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
+        if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
+            raise ConfigError(f"adapters_rank: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
         chosen = {
             "max_sequence_length": length,
             "max_prefill_length": width,
@@ -133,6 +137,9 @@ class ResolvedOptions(BuildOptions):
             "attention": choice.variant,
             "v_outputs": _v_outputs(options, model, choice, target),
             "choice": choice,
+            "adapter_inputs": None
+            if options.adapters_rank is None
+            else AdapterInputs.of(model, rank=padded_rank(options.adapters_rank), modules=options.adapters_modules),
         }
         return cls(**{**vars(options), **chosen})
 
@@ -156,6 +163,11 @@ class ResolvedOptions(BuildOptions):
             max_prefill_length=self.max_prefill_length,
             max_logits_per_slot=self.max_logits_per_slot,
         )
+
+    def adapter_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
+        """Return the inputs for adapters; none without ``adapters_rank``."""
+        inputs = self.adapter_inputs
+        return () if inputs is None else inputs.tensors(model, slots=most_slots(self.profiles), dtype=self.dtype)
 
     def cache_for(self, model: ModelConfig, quantized: QuantizedKV | None = None) -> DecoderCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options."""

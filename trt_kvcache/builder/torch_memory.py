@@ -12,6 +12,7 @@ from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.checkpoint.quantized.table_blocks import table_blocks
 from trt_kvcache.dtypes import itemsize
+from trt_kvcache.engine.adapter_inputs import AdapterInputs, padded_rank
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, supports_attention
@@ -38,9 +39,10 @@ class TorchMemory:
 
     model: ModelConfig
     packed: Mapping[str, float]
+    adapters: AdapterInputs | None = None  # ranks of the adapters next to the weights
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> TorchMemory:
+    def of(cls, checkpoint: Checkpoint, *, adapters_rank: int | None = None) -> TorchMemory:
         """Read a checkpoint; no weights are read."""
         title = checkpoint.weights.format
         is_mxfp4, is_nvfp4 = _MXFP4 in title.upper(), _NVFP4 in title.upper() and _FACTORS not in title
@@ -49,8 +51,9 @@ class TorchMemory:
         if is_nvfp4 or _ACT_ORDER in title:
             names -= expert_tensors(checkpoint.config)
         has_rows = checkpoint.config.per_layer_embedding is not None and table_blocks(checkpoint, PER_LAYER_EMBEDDING) is not None
-        tables = {PER_LAYER_EMBEDDING} if has_rows else set()
-        return cls(checkpoint.config, {name: checkpoint.nbytes_of(name) for name in _matrices(checkpoint.config) & names | tables})
+        packed = _matrices(checkpoint.config) & names | ({PER_LAYER_EMBEDDING} if has_rows else set())
+        adapters = None if adapters_rank is None else AdapterInputs.of(checkpoint.config, rank=padded_rank(adapters_rank))
+        return cls(checkpoint.config, {name: checkpoint.nbytes_of(name) for name in packed}, adapters)
 
     def rounded(self, quantize: str) -> TorchMemory:
         """Return the same model with weights rounded to ``quantize``."""
@@ -78,12 +81,13 @@ class TorchMemory:
         return decoder_cache_config(self.model, **sizes, dtype=dtype, attention="plugin", quantized=quantized)
 
     def device_nbytes(self, cache: DecoderCacheConfig, dtype: str, *, max_prefill_length: int, gpu_nbytes: int) -> int:
-        """Return the bytes of a session: weights, cache, tensors of the largest step, logits, workspace, and graphs."""
+        """Return the bytes of a session: weights, adapters, cache, tensors of the largest step, logits, workspace, and graphs."""
         slots = cache.max_batch_size
         step = _TENSORS_PER_ROW * slots * max_prefill_length * max(map(_widest, self.model.layers)) * itemsize(dtype)
         logits = slots * self.model.vocab_size * itemsize("float32")
         workspace = _WORKSPACE_NBYTES if self.packed else 0
-        return self.weights_nbytes(dtype) + cache.nbytes + step + logits + workspace + round(gpu_nbytes * _GRAPHS)
+        adapters = 0 if self.adapters is None else self.adapters.nbytes(self.model, dtype)
+        return self.weights_nbytes(dtype) + adapters + cache.nbytes + step + logits + workspace + round(gpu_nbytes * _GRAPHS)
 
 
 def _matrices(model: ModelConfig) -> set[str]:

@@ -76,13 +76,14 @@ def what_fits(
     max_sequence_length: int | None = None,
     dtype: str | None = None,
     compute_capabilities: Sequence[str] | None = None,
+    adapters_rank: int | None = None,
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
     With TensorRT a session takes the GPU memory of plan, constants, activations and cache: see :func:`~trt_kvcache.estimate_build`. As for
     a build, attention and ``v_outputs`` depend on the TensorRT that is installed, if any, and on its GPU. If TensorRT does not build the
     model, for example one with experts, the estimate is of a session with the PyTorch engine on compute capability 8.0 or newer: weights,
-    activations, CUDA graphs and cache. Memory of the driver, of TensorRT and of PyTorch is not counted.
+    activations, CUDA graphs and cache. Adapters are counted in both. Memory of the driver, of TensorRT and of PyTorch is not counted.
 
     Parameters
     ----------
@@ -99,6 +100,9 @@ def what_fits(
         Dtype of computation; the checkpoint's if left out.
     compute_capabilities : sequence of str, optional
         As for :func:`~trt_kvcache.estimate_build`. The formats of weights depend on them, and so does the storage of FP4.
+    adapters_rank : int, optional
+        Ranks of all LoRA adapters of a session together, in all linear layers, as for :func:`~trt_kvcache.estimate_build`. If left out,
+        there are no adapters.
 
     Returns
     -------
@@ -122,7 +126,7 @@ def what_fits(
     ('float16', 'float16', 60736, 512)
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities)
+    options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities, adapters_rank=adapters_rank)
     tensorrt = installed_tensorrt(options.flavour)
     if tensorrt is not None:
         check_capabilities(options, tensorrt)
@@ -130,7 +134,7 @@ def what_fits(
         with_capable_gpus(options, checkpoint.value_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
         source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
-        in_torch = None if first_missing(model, COMPUTED_FEATURES) is None else TorchMemory.of(checkpoint)
+        in_torch = None if first_missing(model, COMPUTED_FEATURES) is None else TorchMemory.of(checkpoint, adapters_rank=adapters_rank)
         static = _static_kv(checkpoint)
         format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF
     if in_torch is not None:

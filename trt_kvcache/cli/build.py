@@ -110,6 +110,22 @@ class BuildFlags:
     ] = None
     quantize: Annotated[str | None, typer.Option(metavar="FORMAT", help=QUANTIZE_HELP)] = None
     adapter: Annotated[str | None, typer.Option(metavar="ADAPTER", help=ADAPTER_HELP)] = None
+    adapters_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Make inputs for LoRA adapters, so that --adapters of other commands needs no build: most ranks of all adapters together. "
+            "Default: none.",
+        ),
+    ] = None
+    adapters_module: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --adapters-rank: a linear layer that adapters may change, such as q_proj. Can be given several times. Default: all.",
+        ),
+    ] = None
     kv_dtype: Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP)] = None
     kv_scales: Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP)] = None
     timing_cache: Annotated[
@@ -121,6 +137,7 @@ class BuildFlags:
         """Return the arguments of ``build_engine``."""
         options = {**vars(self)}
         options["compute_capabilities"] = options.pop("compute_capability") or None
+        options["adapters_modules"] = options.pop("adapters_module") or None
         options["adapter"] = located_adapter(self.adapter)
         options["operations"] = None  # they are registered from Python
         return cast(BuildKeywords, options)
@@ -171,11 +188,13 @@ def print_build_sizes(estimate: BuildEstimate) -> None:
     """Print an estimate of a build."""
     rows = table("what", "bytes", "size", numbers=("bytes", "size"), title="Before the build (estimate)")
     constants = {"constants": estimate.constants_nbytes} if estimate.constants_nbytes else {}
+    adapters = {"adapters": estimate.adapters_nbytes} if estimate.adapters_nbytes else {}
     sizes = {
         "weights": estimate.weights_nbytes,
         "plan: weights and kernels": estimate.plan_nbytes,
         **constants,
         "cache": estimate.cache_nbytes,
+        **adapters,
         "activations and logits": estimate.activations_nbytes,
         "GPU, in all": estimate.device_nbytes,
         "disk": estimate.disk_nbytes,

@@ -1,6 +1,7 @@
 """``trt-kvcache compare``: run a model by several paths and compare every step."""
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -53,7 +54,8 @@ def compare(
     attention: session_flags.AttentionOption = None,
     plugin_layers: session_flags.PluginLayersOption = None,
     quantize: session_flags.QuantizeOption = None,
-    adapter: session_flags.AdapterOption = None,
+    adapter: session_flags.AdapterOrName = None,
+    adapters: session_flags.AdaptersOption = None,
     kv_dtype: session_flags.KVDTypeOption = None,
     kv_scales: session_flags.KVScalesOption = None,
     json: Json = False,
@@ -87,19 +89,21 @@ def compare(
         plugin_layers=plugin_layers,
         quantize=quantize,
         adapter=adapter,
+        adapters=adapters,
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
     )
     source = flags.source(folder, slots=len(prompts))
     name_of_reference = "reference" if reference == "numpy" else reference
     sources = {"": source}
-    paths = [SessionRunner(source, name_of_reference), RecomputeRunner(source, "full recomputation")]
+    runner = partial(SessionRunner, adapter=flags.request_adapter)
+    paths = [runner(source, name_of_reference), RecomputeRunner(source, "full recomputation", adapter=flags.request_adapter)]
     if attention is None and kv_dtype is None and not _has_quantized_kv(folder):
         other = _other_attention(folder, source)
         sources[f"{other.options.attention} "] = other
-        paths.append(SessionRunner(other, f"{other.options.attention} {name_of_reference}"))
+        paths.append(runner(other, f"{other.options.attention} {name_of_reference}"))
     if engine == "torch" != reference:
-        paths[:0] = [SessionRunner(one.replace(engine="torch"), f"{name}torch") for name, one in sources.items()]
+        paths[:0] = [runner(one.replace(engine="torch"), f"{name}torch") for name, one in sources.items()]
     with ExitStack() as opened:
         if _with_tensorrt(engine, folder, flavour):
             refusals = (BuildError, CudaError, EngineError) if engine == "auto" else ()
@@ -109,7 +113,7 @@ def compare(
                 except refusals as error:
                     warn(f"comparing without {name}TensorRT: {error}")
                     break
-                paths.insert(place, SessionRunner(session, f"{name}TensorRT"))
+                paths.insert(place, runner(session, f"{name}TensorRT"))
                 refusals = (*refusals, ConfigError)  # the other attention may not support this model
         with messages().status("prefill") as status:
             comparison = compare_paths(

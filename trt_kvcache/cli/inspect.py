@@ -48,7 +48,7 @@ def inspect(
         put_json({**as_json(found), "doctor": None if verdict is None else verdict._asdict()})
         return
     _print_head(found)
-    _print_tensors((*found.tensors, *found.v_outputs), every_tensor=tensors)
+    _print_tensors((*found.tensors, *found.adapter_tensors, *found.v_outputs), every_tensor=tensors)
     _print_profiles(found)
     _print_attention(found)
     if found.segments is not None:
@@ -91,6 +91,8 @@ def _print_head(found: EngineInspection) -> None:
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
     if checkpoint.adapter:
         say(f"merged adapter: {checkpoint.adapter}, fingerprint {checkpoint.adapter_fingerprint[:16]}")
+    if found.adapters is not None:
+        say(f"inputs for adapters: {found.adapters.rank} ranks in all, of {', '.join(found.adapters.modules)}")
     library = found.plugin_library
     if library is not None:
         say(f"carries a plugin library, whose code runs when it is opened: {size(library.nbytes)}, SHA-256 {library.sha256[:16]}")
@@ -181,6 +183,8 @@ def _print_sizes(found: EngineInspection) -> None:
     sizes = {"engine.plan": found.plan_nbytes, **constants, "weights of the checkpoint": found.checkpoint.nbytes}
     if found.v_outputs:
         sizes["V outputs of all layers"] = found.v_outputs_nbytes
+    if found.adapters is not None:
+        sizes["adapters, of all ranks"] = found.adapters_nbytes
     if cache.kv is not None:
         sizes["K and V of one token"] = memory.bytes_per_token
         sizes[f"K and V of one sequence of {cache.max_sequence_length}"] = memory.bytes_per_sequence - states

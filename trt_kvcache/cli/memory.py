@@ -95,6 +95,12 @@ def memory(
             help="With --engine or --fit: of the GPUs. FP4 weights take 4 bits from 12.0 on, else the bytes of INT8.",
         ),
     ] = None,
+    adapters_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="With --engine or --fit: ranks of all LoRA adapters of a session together, to be counted too."
+        ),
+    ] = None,
     fit: Annotated[
         str | None,
         typer.Option(
@@ -112,6 +118,8 @@ def memory(
     memory_nbytes = None if fit is None else _parsed_size(fit)
     if compute_capability and not engine and fit is None:
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--compute-capability")
+    if adapters_rank is not None and not engine and fit is None:
+        raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--adapters-rank")
     if max_logits_per_slot is not None and not engine:
         raise typer.BadParameter("expected --engine with it, got none.", param_hint="--max-logits-per-slot")
     _check_formats(quantize, dtype, kv_dtype, with_engine=engine, with_fit=fit is not None)
@@ -141,9 +149,9 @@ def memory(
     positions = None if model is None else model.max_position_embeddings
     parameters = _parameters(model)
     asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot or 1, "quantize": quantize}
-    gpus = {"compute_capabilities": compute_capability or None}
-    build = _build_estimate(folder, config, **asked, **gpus, kv_dtype=stored, kv_scales=kv_scales) if engine else None
-    fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length, **gpus)
+    both = {"compute_capabilities": compute_capability or None, "adapters_rank": adapters_rank}
+    build = _build_estimate(folder, config, **asked, **both, kv_dtype=stored, kv_scales=kv_scales) if engine else None
+    fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length, **both)
     if json:
         extra = {} if build is None else {"build": as_json(build)}
         fits = {} if gib is None else _what_fits(config, gib, positions)
@@ -209,7 +217,7 @@ def _parsed_size(text: str) -> int:
     return nbytes
 
 
-def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: int | None, **gpus: Any) -> tuple[Fit, ...]:
+def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: int | None, **asked: Any) -> tuple[Fit, ...]:
     if folder is None:
         raise typer.BadParameter("expected a model folder with it, got none.", param_hint="--fit")
     if is_engine_folder(folder):
@@ -221,7 +229,7 @@ def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: 
         )
     dtype = config.dtype if config.dtype in MODEL_DTYPES else None
     with located_headers(folder) as path:
-        return what_fits(path, nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype, **gpus)
+        return what_fits(path, nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype, **asked)
 
 
 def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, length: int | None) -> None:

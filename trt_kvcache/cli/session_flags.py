@@ -48,7 +48,7 @@ ADAPTER_HELP = "Merge a LoRA adapter of PEFT into the weights: its folder, or an
 
 ADAPTERS_HELP = (
     "A LoRA adapter that runs next to the weights, with a name: its folder, or an id of the Hugging Face Hub. Can be given several times. "
-    "NumPy and PyTorch."
+    "A TensorRT engine folder needs a build with --adapters-rank."
 )
 
 KV_DTYPE_HELP = "Quantize K and V to 8 bits, with plugin attention. Default: --dtype."
@@ -139,7 +139,6 @@ PluginLayersOption = Annotated[
     choice(PluginLayersChoice, "--plugin-layers", help=f"{PLUGIN_LAYERS_HELP} Default: one-plan.", rich_help_panel=MODEL_PANEL),
 ]
 QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="FORMAT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
-AdapterOption = Annotated[str | None, typer.Option("--adapter", metavar="ADAPTER", help=ADAPTER_HELP, rich_help_panel=MODEL_PANEL)]
 AdapterOrName = Annotated[
     str | None,
     typer.Option(
@@ -149,9 +148,7 @@ AdapterOrName = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
-AdaptersOption = Annotated[
-    list[str] | None, typer.Option("--adapters", metavar="NAME=ADAPTER", help=ADAPTERS_HELP, rich_help_panel=MODEL_PANEL)
-]
+AdaptersOption = Annotated[list[str] | None, typer.Option("--adapters", metavar="NAME=ADAPTER", help=ADAPTERS_HELP, rich_help_panel=_PANEL)]
 KVDTypeOption = Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
 KVScalesOption = Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP, rich_help_panel=MODEL_PANEL)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from trt_kvcache._version import __version__
 from trt_kvcache.cache.config import DecoderCacheConfig
+from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
@@ -38,6 +39,7 @@ class EngineFolderConfig:
     computed_dtype: str | None = None  # dtype of computation if K and V are quantized, else None
     plugin_library: FileRecord | None = None  # that the plan carries
     v_outputs: tuple[TensorSpec, ...] = ()  # further outputs, which nobody reads
+    adapters: AdapterInputs | None = None  # further inputs, for adapters that a session exchanges
     package_version: str = __version__  # at the build
 
     @property
@@ -54,6 +56,13 @@ class EngineFolderConfig:
     def max_logits_per_slot(self) -> int:
         """Most new tokens per slot whose logits one enqueue returns."""
         return max((profile.max_logits for profile in self.profiles), default=1)
+
+    @property
+    def adapter_tensors(self) -> tuple[TensorSpec, ...]:
+        """The inputs for adapters; none of an engine without."""
+        if self.adapters is None:
+            return ()
+        return self.adapters.tensors(self.model, slots=most_slots(self.profiles), dtype=self.dtype)
 
     def network_facts(self) -> dict[str, Any]:
         """Return the fields that say what the engine computes, without files and places: those of two builds of one model are equal."""
@@ -84,4 +93,5 @@ class EngineFolderConfig:
             "model": self.model.to_description(),
             "tensors": list(map(tensor_to_dict, self.tensors)),
             "v_outputs": list(map(tensor_to_dict, self.v_outputs)),
+            "adapters": None if self.adapters is None else {"rank": self.adapters.rank, "modules": list(self.adapters.modules)},
         }

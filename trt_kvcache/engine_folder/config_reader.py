@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.short_repr import short_repr
+from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_cache import decoder_cache_from_dict
 from trt_kvcache.engine.names import TensorNames
@@ -45,6 +46,7 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
             computed_dtype=None if data["computed_dtype"] is None else _typed("computed_dtype", data["computed_dtype"], str),
             plugin_library=None if library is None else _record(FileRecord, "plugin_library", library),
             v_outputs=tuple(map(tensor_from_dict, v_outputs)),
+            adapters=_adapters(data.get("adapters")),  # nor inputs for adapters
             package_version=_typed("producer.version", data["producer"]["version"], str),
         )
         check_consistency(config)
@@ -64,6 +66,14 @@ def _segments(data: Any) -> SegmentsRecord | None:
         _typed(f"segment {index}: plan_nbytes", nbytes, int)
     _record(FileRecord, "segments.constants", asdict(record.constants))
     return record
+
+
+def _adapters(data: Any) -> AdapterInputs | None:
+    """Read the inputs for adapters, each value of its type. They are compared with the model later."""
+    if data is None:
+        return None
+    fields = {**_typed("adapters", data, dict)}
+    return AdapterInputs(**{**fields, "modules": _texts("adapters.modules", fields["modules"])})
 
 
 def _typed(field: str, value: Any, kind: type, *, low: int = 1) -> Any:

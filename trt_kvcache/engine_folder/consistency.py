@@ -8,6 +8,7 @@ from typing import Any
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, why_not_native
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import decoder_profiles
@@ -63,6 +64,7 @@ def check_consistency(config: EngineFolderConfig) -> None:
             )
     _check_segments(config)
     _check_v_outputs(config)
+    _check_adapters(config)
 
 
 def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
@@ -85,6 +87,19 @@ def _check_v_outputs(config: EngineFolderConfig) -> None:
     if config.v_outputs != expected:
         wanted, got = (", ".join(spec.describe() for spec in specs) for specs in (expected, config.v_outputs))
         raise EngineError(f"v_outputs: expected {wanted:.300} for this model, got {got:.300}.")
+
+
+def _check_adapters(config: EngineFolderConfig) -> None:
+    """Check that the inputs for adapters are of linear layers of the model, each once and in its order."""
+    found = config.adapters
+    if found is None:
+        return
+    expected = AdapterInputs.of(config.model, rank=found.rank, modules=found.modules, error=EngineError)
+    if found != expected or not found.modules:
+        raise EngineError(f"adapters: expected modules {', '.join(expected.modules)} for this model, got {', '.join(found.modules):.300}.")
+    if config.segments is not None or config.checkpoint.adapter:
+        got = "segments" if config.segments is not None else "a merged adapter"
+        raise EngineError(f"adapters: expected none with {got}, got inputs for rank {found.rank}.")
 
 
 def _check_segments(config: EngineFolderConfig) -> None:

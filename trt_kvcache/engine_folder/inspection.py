@@ -8,6 +8,7 @@ from typing import Any
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
+from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
@@ -62,6 +63,8 @@ class EngineInspection:
         For an engine that carries a plugin library: size and hash of the library.
     v_outputs : tuple of TensorSpec
         Further outputs, which nobody reads: V of each plugin layer, of an engine that was built with ``v_outputs``.
+    adapters : AdapterInputs or None
+        For an engine that was built with ``adapters_rank``: the ranks of all adapters, and the linear layers that they may change.
     """
 
     path: Path
@@ -82,6 +85,19 @@ class EngineInspection:
     segments: SegmentsRecord | None
     plugin_library: FileRecord | None
     v_outputs: tuple[TensorSpec, ...]
+    adapters: AdapterInputs | None
+
+    @property
+    def adapter_tensors(self) -> tuple[TensorSpec, ...]:
+        """The inputs for adapters, which are not among ``tensors``; none of an engine without."""
+        if self.adapters is None:
+            return ()
+        return self.adapters.tensors(self.model, slots=most_slots(self.profiles), dtype=self.dtype)
+
+    @property
+    def adapters_nbytes(self) -> int:
+        """Bytes of the inputs for adapters; 0 without them."""
+        return 0 if self.adapters is None else self.adapters.nbytes(self.model, self.dtype)
 
     @property
     def v_outputs_nbytes(self) -> int:
@@ -111,6 +127,8 @@ class EngineInspection:
             sizes["constants"] = self.segments.constants.nbytes
         if self.v_outputs:
             sizes["V outputs"] = self.v_outputs_nbytes
+        if self.adapters is not None:
+            sizes["adapters"] = self.adapters_nbytes
         if self.cache.kv is not None:
             sizes["K and V"] = self.memory.nbytes - self.memory.states_nbytes
         if self.memory.states_nbytes:
@@ -209,4 +227,5 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         segments=config.segments,
         plugin_library=config.plugin_library,
         v_outputs=config.v_outputs,
+        adapters=config.adapters,
     )

@@ -9,7 +9,7 @@ The runners use TensorRT through this package and not through Polygraphy. So the
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -61,6 +61,8 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         True if inferences have only tokens, as with Polygraphy's default data loader, whose random lengths would be 0 and 1. Each
         inference then starts new sequences, prefills a short prompt of each row, and decodes its other tokens one by one
         (``decoding_steps`` in ``feeds.py``).
+    adapter : str, or sequence of str or None (n,), optional
+        Name of the adapter of all sequences, or one for each, of a session with ``adapters``; the base model if left out.
 
     Attributes
     ----------
@@ -99,10 +101,12 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         name: str | None = None,
         live_rows: bool = True,
         tokens_only: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> None:
         super().__init__(name=name, prefix=self._PREFIX)
         self._source = session
         self._tokens_only = tokens_only
+        self._adapter = adapter
         #: True if the outputs include the live rows of the cache.
         self.live_rows = live_rows
         self._session: InferenceSession | None = None
@@ -223,7 +227,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     def _run(self, rows: list[list[int]], starts: bool) -> Arrays:
         """Run the new tokens of each slot and return the logits, ``[B, vocab]``."""
         if starts:
-            return self.session.prefill(rows)
+            return self.session.prefill(rows, adapter=self._adapter)
         if all(len(row) == 1 for row in rows):
             return self.session.decode([token for (token,) in rows])
         logits = self.session.append(rows)
@@ -267,6 +271,8 @@ class RecomputeRunner(SessionRunner):
         As for :class:`SessionRunner`.
     tokens_only : bool
         As for :class:`SessionRunner`.
+    adapter : str, or sequence of str or None (n,), optional
+        As for :class:`SessionRunner`.
 
     Examples
     --------
@@ -287,8 +293,9 @@ class RecomputeRunner(SessionRunner):
         name: str | None = None,
         live_rows: bool = True,
         tokens_only: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> None:
-        super().__init__(session, name, live_rows, tokens_only)
+        super().__init__(session, name, live_rows, tokens_only, adapter)
         self._history: list[list[int]] = []
 
     def _run_whole(self, steps: list[list[list[int]]]) -> Arrays:
@@ -307,7 +314,7 @@ class RecomputeRunner(SessionRunner):
             history = [held + row for held, row in zip(self._history, rows, strict=True)]
         else:
             raise ShapeError(f"`{INPUT_IDS}`: expected one row for each of {len(self._history)} active slots, got {len(rows)}.")
-        logits = self.session.prefill(history)
+        logits = self.session.prefill(history, adapter=self._adapter)
         self._history = history
         return logits
 
@@ -323,6 +330,8 @@ class ReferenceRunner(SessionRunner):
         As for :class:`SessionRunner`.
     live_rows : bool
         As for :class:`SessionRunner`.
+    request_adapter : str, or sequence of str or None (n,), optional
+        As ``adapter`` of :class:`SessionRunner`: here, the option ``adapter`` is one that is merged.
     **options
         Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
@@ -342,5 +351,12 @@ class ReferenceRunner(SessionRunner):
 
     _PREFIX = "kvcache-reference"
 
-    def __init__(self, folder: str | os.PathLike[str], name: str | None = None, live_rows: bool = True, **options: Any) -> None:
-        super().__init__(SessionSource(folder, engine="reference", **options), name, live_rows)
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        name: str | None = None,
+        live_rows: bool = True,
+        request_adapter: str | Sequence[str | None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(SessionSource(folder, engine="reference", **options), name, live_rows, adapter=request_adapter)

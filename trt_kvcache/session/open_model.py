@@ -110,10 +110,14 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
         )
     folder = EngineFolder.open(place)
     config = folder.config
+    if options.adapters and config.checkpoint.adapter:
+        names = ", ".join(options.adapters)
+        raise ConfigError(f"adapters: expected none with {path}, which was built with a merged adapter, got {names}.")
+    adapters = _adapters(config.model, options)
     built_for = config.tensorrt_flavour if options.flavour == "auto" else options.flavour
     if _tries_tensorrt(options, built_for, config.model):
         try:
-            return _tensorrt_parts(folder, _cuda_memory(options), options)
+            return _tensorrt_parts(folder, _cuda_memory(options), options, adapters)
         except (EngineError, CudaError) as error:
             _fall_back(options, error, config.model)
     with folder.open_checkpoint(_bytes_progress(progress, CHECKING)) as checkpoint:
@@ -128,6 +132,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             ),
             attention=cast(Attention, config.attention_variant),
             names=config.names,
+            adapters=adapters,
             progress=_bytes_progress(progress, LOADING),
         )
         weights = checkpoint.weights
@@ -150,13 +155,14 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         cache = _cache_config(model, options, attention, quantized)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
+        adapters = _adapters(model, options)
         if hidden_layers is None and _tries_tensorrt(options, options.flavour, model):
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 built = options
                 if options.draft is not None and options.max_logits_per_slot is None:
                     built = replace(options, max_logits_per_slot=min(VERIFY_WIDTH, width))
-                return _built_parts(checkpoint.path, memory, built, progress)
+                return _built_parts(checkpoint.path, memory, built, adapters, progress)
             except (BuildError, ConfigError, EngineError, CudaError) as error:
                 _fall_back(options, error, model)
         running = _checkpoint_engine(
@@ -168,7 +174,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             max_logits_per_slot=_default_logits(model, cache, width, options) if options.max_logits_per_slot is None else logits,
             attention=attention,
             hidden_layers=hidden_layers,
-            adapters=AdapterSet.open(model, options.adapters) if options.adapters else None,
+            adapters=adapters,
             progress=_bytes_progress(progress, LOADING),
         )
         fingerprint = partial(_fingerprint, checkpoint.path, options)
@@ -221,7 +227,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.max_embeddings or options.adapters or options.draft_tree:
+    if options.max_embeddings or options.draft_tree:
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -323,23 +329,34 @@ def _cuda_memory(options: SessionOptions) -> CudaMemory:
     return CudaMemory(options.device, keep_bytes=options.prompt_cache_bytes)
 
 
-def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOptions) -> SessionParts:
+def _adapters(model: ModelConfig, options: SessionOptions) -> AdapterSet | None:
+    return AdapterSet.open(model, options.adapters) if options.adapters else None
+
+
+def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOptions, adapters: AdapterSet | None) -> SessionParts:
     """Open the engine of a folder on TensorRT."""
     config = folder.config
-    running = (
-        TensorRTEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs)
-        if config.segments is None
-        else SegmentedEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs)
-    )
+    running: Engine
+    if config.segments is None:
+        running = TensorRTEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs, adapters=adapters)
+    elif adapters is None:
+        running = SegmentedEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs)
+    else:
+        raise ConfigError(f"adapters: expected none with {folder.path}, an engine in segments, got {', '.join(adapters.names)}.")
     return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options)
 
 
-def _built_parts(path: Path, memory: CudaMemory, options: SessionOptions, progress: Progress | None) -> SessionParts:
+def _built_parts(
+    path: Path, memory: CudaMemory, options: SessionOptions, adapters: AdapterSet | None, progress: Progress | None
+) -> SessionParts:
     """Build an engine into a temporary folder that is removed with the session."""
     place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
+    keywords = options.build_keywords
+    if adapters is not None:
+        keywords["adapters_rank"], keywords["adapters_modules"] = sum(adapters.ranks.values()), adapters.modules
     try:
-        report = build_engine(path, Path(place.name) / "engine", progress=progress, **options.build_keywords)
-        parts = _tensorrt_parts(EngineFolder.open(report.path), memory, options)
+        report = build_engine(path, Path(place.name) / "engine", progress=progress, **keywords)
+        parts = _tensorrt_parts(EngineFolder.open(report.path), memory, options, adapters)
     except BaseException:
         place.cleanup()
         raise

@@ -187,7 +187,7 @@ class InferenceSession(Uncopyable):
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
         **options
-            ``engine``, ``flavour``, ``device``, ``prompt_cache_bytes``, ``cuda_graphs``, ``draft``, ``prefill_chunk``: see
+            ``engine``, ``flavour``, ``device``, ``prompt_cache_bytes``, ``cuda_graphs``, ``draft``, ``prefill_chunk``, ``adapters``: see
             :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
         Returns
@@ -1367,7 +1367,8 @@ class InferenceSession(Uncopyable):
 
     @property
     def _slot_adapters(self) -> SlotAdapters | None:
-        return self._engine.slot_adapters if isinstance(self._engine, DecoderEngine) else None
+        found: SlotAdapters | None = getattr(self._engine, "slot_adapters", None)
+        return found
 
     @property
     def _hashes(self) -> Mapping[str, str]:

@@ -56,6 +56,7 @@ class OpenOptions(TypedDict, total=False):
     draft_tree: int | None
     prefill_chunk: int
     max_embeddings: int
+    adapters: Mapping[str, str] | None
 
 
 class ModelOptions(OpenOptions, total=False):
@@ -70,7 +71,6 @@ class ModelOptions(OpenOptions, total=False):
     plugin_layers: PluginLayersChoice | None
     quantize: str | None
     adapter: str | None
-    adapters: Mapping[str, str] | None
     kv_dtype: KVDTypeChoice | None
     kv_scales: KVScalesChoice | None
 
@@ -81,10 +81,10 @@ NGRAM = "ngram"
 #: Value of ``draft`` for the multi-token prediction head in a model folder.
 MTP = "mtp"
 
-#: Options that an engine folder has fixed at its build, and several adapters, which it cannot have.
+#: Options that an engine folder has fixed at its build.
 BUILD_OPTIONS = (
     *("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot"),
-    *("dtype", "attention", "plugin_layers", "quantize", "adapter", "adapters", "kv_dtype", "kv_scales"),
+    *("dtype", "attention", "plugin_layers", "quantize", "adapter", "kv_dtype", "kv_scales"),
 )
 
 
@@ -127,6 +127,10 @@ class SessionOptions:
     max_embeddings : int
         Different rows that prompts of the session may have in place of rows of the embedding, for ``InferenceSession.add_embeddings``.
         They take ``max_embeddings * hidden_size`` elements of memory. Not with TensorRT, which ``"auto"`` then leaves out.
+    adapters : mapping of str to path, optional
+        Folders of PEFT with LoRA adapters by name, of which each request chooses one, or none: ``InferenceSession.generate(adapter=)``.
+        Their updates run next to the products with the weights, which may be quantized: see ``docs/adapters.md``. Not with ``adapter``. A
+        TensorRT engine folder must have been built with ``adapters_rank``. ``load`` also takes ids of the Hugging Face Hub.
     max_batch_size : int, optional
         Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
         from its build.
@@ -153,10 +157,6 @@ class SessionOptions:
     adapter : path, optional
         A folder of PEFT with a LoRA adapter, which is merged into the weights when they are read, and before they are rounded with
         ``quantize``: see ``docs/adapters.md``. For a model in 16 or 32 bits. ``load`` also takes an id of the Hugging Face Hub.
-    adapters : mapping of str to path, optional
-        Folders of PEFT with LoRA adapters by name, of which each request chooses one, or none: ``InferenceSession.generate(adapter=)``.
-        Their updates run next to the products with the weights, which may be quantized: see ``docs/adapters.md``. Not with TensorRT, which
-        ``"auto"`` then leaves out, and not with ``adapter``. ``load`` also takes ids of the Hugging Face Hub.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Dtype of quantized K and V, with plugin attention. The first two are the same. If left out, K and V have ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -192,6 +192,7 @@ class SessionOptions:
     draft_tree: int | None = None
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     max_embeddings: int = 0
+    adapters: Mapping[str, str] | None = None
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
     max_prefill_length: int | None = None
@@ -201,7 +202,6 @@ class SessionOptions:
     plugin_layers: PluginLayersChoice | None = None
     quantize: str | None = None
     adapter: str | None = None
-    adapters: Mapping[str, str] | None = None
     kv_dtype: KVDTypeChoice | None = None
     kv_scales: KVScalesChoice | None = None
 
@@ -253,9 +253,6 @@ class SessionOptions:
             object.__setattr__(self, "adapter", adapter_folder(self.adapter))
         if self.adapters is not None:
             object.__setattr__(self, "adapters", adapter_folders(self.adapters))
-            if self.adapters and self.engine == "tensorrt":
-                names = ", ".join(self.adapters)
-                raise ConfigError(f"adapters: expected none with engine='tensorrt', got {names}. adapter= merges one into its weights.")
             if self.adapters and self.adapter is not None:
                 raise ConfigError(f"adapters: expected none with adapter, which is merged, got {', '.join(self.adapters)}.")
 

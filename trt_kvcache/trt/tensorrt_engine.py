@@ -15,14 +15,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
+from trt_kvcache.engine.slot_adapters import SlotAdapters
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
-from trt_kvcache.errors import EngineError
+from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.ops.int32_packing import packed_as_int32
+from trt_kvcache.trt.adapter_buffers import AdapterBuffers
 from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings
 from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, require_gpu_memory, require_kernels
 from trt_kvcache.trt.graph_engine import Enqueue, GraphEngine
@@ -55,11 +58,15 @@ class TensorRTEngine(GraphEngine):
         SHA-256 of the plan, in hex.
     cuda_graphs : bool
         True to run decode steps as CUDA graphs: see :meth:`open`.
+    adapters : AdapterSet, optional
+        Adapters of the model, of which each slot of a step takes the one that :attr:`slot_adapters` names for it. For an engine that was
+        built with ``adapters_rank``.
 
     Attributes
     ----------
     tensors : mapping of str to TensorSpec
-        Inputs and outputs by name, inputs first; of the whole engine, but for V outputs (``config.v_outputs``), which the engine binds.
+        Inputs and outputs by name, inputs first; of the whole engine, but for V outputs (``config.v_outputs``) and inputs for adapters
+        (``config.adapter_tensors``), which the engine binds.
     profiles : sequence of EngineProfile
         The optimisation profiles, by index.
     memory : Memory
@@ -68,6 +75,8 @@ class TensorRTEngine(GraphEngine):
         As given.
     names : TensorNames
         As given.
+    slot_adapters : SlotAdapters or None
+        The adapters of the slots of the next step; None without adapters.
 
     Notes
     -----
@@ -86,11 +95,16 @@ class TensorRTEngine(GraphEngine):
         config: EngineFolderConfig | None,
         plan_sha256: str,
         cuda_graphs: bool = True,
+        adapters: AdapterSet | None = None,
     ) -> None:
+        if adapters is not None and (config is None or config.adapters is None):
+            got = "a plan without its folder" if config is None else "one without"
+            raise ConfigError(f"adapters: expected an engine with inputs for them, got {got}. Build with adapters_rank.")
         network = plan_sha256 if config is None else network_key(config.network_facts())
         super().__init__(memory, tensorrt, network=network, cuda_graphs=cuda_graphs)
         self.config = config
         self.names = names
+        self.slot_adapters: SlotAdapters | None = None
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
             built_by = ""
@@ -98,22 +112,27 @@ class TensorRTEngine(GraphEngine):
                 built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
                 if config.attention_variant == "plugin" and config.plugin_library is None:
                     register(tensorrt)
-            v_outputs = () if config is None else config.v_outputs
+            v_outputs, adapter_tensors = ((), ()) if config is None else (config.v_outputs, config.adapter_tensors)
             has_library = config is not None and config.plugin_library is not None
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by, has_library=has_library)
             self.profiles = read_profiles(self._plan.ranges, names)
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                self._plan.tensors = compare_tensors(self._plan.tensors, [*map(packed_as_int32, config.tensors), *v_outputs])
+                self._plan.tensors = compare_tensors(
+                    self._plan.tensors, [*map(packed_as_int32, config.tensors), *adapter_tensors, *v_outputs]
+                )
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
             unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
-            not_for_callers = {spec.name for spec in v_outputs}
+            not_for_callers = {spec.name for spec in (*adapter_tensors, *v_outputs)}
             self.tensors = {name: spec for name, spec in unpacked.tensors.items() if name not in not_for_callers}
             num_sets = count_binding_sets(self.tensors, names)
             self._create_contexts([self._plan], num_sets=num_sets, stream=stream)
-            self._bind_v_outputs(v_outputs, num_contexts=num_sets * len(self.profiles), stream=stream)
+            contexts = range(num_sets * len(self.profiles))
+            self._bind_v_outputs(v_outputs, contexts, stream)
+            if config is not None and config.adapters is not None:
+                self._bind_adapters(config, adapters, contexts, stream)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
@@ -136,6 +155,7 @@ class TensorRTEngine(GraphEngine):
         flavour: str = "auto",
         names: TensorNames | None = None,
         cuda_graphs: bool = True,
+        adapters: AdapterSet | None = None,
     ) -> TensorRTEngine:
         """Deserialise an engine. Waits until it is ready.
 
@@ -153,6 +173,9 @@ class TensorRTEngine(GraphEngine):
         cuda_graphs : bool
             True to run decode steps, verify steps and frequent prefills as CUDA graphs, as in :meth:`SegmentedEngine.open
             <trt_kvcache.trt.segmented_engine.SegmentedEngine.open>`.
+        adapters : AdapterSet, optional
+            Adapters of the model, for an engine folder that was built with ``adapters_rank``: see ``docs/adapters.md``. Without them such
+            an engine runs the base model.
 
         Returns
         -------
@@ -163,6 +186,8 @@ class TensorRTEngine(GraphEngine):
         ------
         PlaceError
             ``memory`` is not GPU memory.
+        ConfigError
+            The engine has no inputs for adapters, or not for these: of too high a rank in all, or of other linear layers.
         EngineError
             TensorRT is not there, or refuses the engine; or the engine is not what its folder says. The text holds what
             TensorRT logged.
@@ -179,10 +204,10 @@ class TensorRTEngine(GraphEngine):
             path = Path(source)
             if not path.is_dir():
                 with map_plan_file(path) as plan:
-                    return cls._from_plan(plan, memory, flavour, names, cuda_graphs)
+                    return cls._from_plan(plan, memory, flavour, names, cuda_graphs, adapters)
             source = EngineFolder.open(path)
         if not isinstance(source, EngineFolder):
-            return cls._from_plan(source, memory, flavour, names, cuda_graphs)
+            return cls._from_plan(source, memory, flavour, names, cuda_graphs, adapters)
         config = source.config
         if config.segments is not None:
             raise EngineError(f"{source.path}: expected an engine in one piece, got one in segments. Open it with SegmentedEngine.")
@@ -198,24 +223,44 @@ class TensorRTEngine(GraphEngine):
                 config=config,
                 plan_sha256=config.plan.sha256,
                 cuda_graphs=cuda_graphs,
+                adapters=adapters,
             )
 
     @classmethod
     def _from_plan(
-        cls, plan: bytes | mmap.mmap, memory: Memory, flavour: str, names: TensorNames | None, cuda_graphs: bool
+        cls,
+        plan: bytes | mmap.mmap,
+        memory: Memory,
+        flavour: str,
+        names: TensorNames | None,
+        cuda_graphs: bool,
+        adapters: AdapterSet | None,
     ) -> TensorRTEngine:
         digest = hashlib.sha256(plan).hexdigest()
-        names = names or DEFAULT_NAMES
-        return cls(load(flavour), plan, memory=memory, names=names, config=None, plan_sha256=digest, cuda_graphs=cuda_graphs)
+        own = names or DEFAULT_NAMES
+        return cls(
+            load(flavour), plan, memory=memory, names=own, config=None, plan_sha256=digest, cuda_graphs=cuda_graphs, adapters=adapters
+        )
 
-    def _bind_v_outputs(self, v_outputs: Sequence[TensorSpec], *, num_contexts: int, stream: Any) -> None:
+    def _bind_adapters(self, config: EngineFolderConfig, adapters: AdapterSet | None, contexts: Sequence[int], stream: Any) -> None:
+        """Upload the updates of adapters, and bind them in every context. Contexts of CUDA graphs copy the addresses."""
+        assert config.adapters is not None
+        buffers = AdapterBuffers(
+            config.adapter_tensors, config.adapters, config.model, adapters, dtype=config.dtype, resources=self._resources, stream=stream
+        )
+        for name, address in buffers.addresses.items():
+            for context in contexts:
+                self._plan.set_tensor_address(context, name, address)
+        self.slot_adapters = buffers.slot_adapters
+
+    def _bind_v_outputs(self, v_outputs: Sequence[TensorSpec], contexts: Sequence[int], stream: Any) -> None:
         """Allocate the memory of all V outputs, and bind it in every context. Contexts of CUDA graphs copy the addresses."""
         if not v_outputs:
             return
         sizes = v_output_nbytes(v_outputs, self.profiles)
         buffer = self._resources.allocate(sum(sizes), stream=stream)
         for spec, offset in zip(v_outputs, accumulate(sizes, initial=0), strict=False):
-            for context in range(num_contexts):
+            for context in contexts:
                 self._plan.set_tensor_address(context, spec.name, buffer.ptr + offset)
 
     def _step(self, active: ProfileBindings) -> Enqueue:

@@ -42,6 +42,8 @@ class Part:
 class StoredWeights:
     """Weights by name, as ``Weights`` gives them, or ``LayerWeights``."""
 
+    updates = None
+
     def __init__(self, **weights: Array) -> None:
         self._weights = {name.replace("__", "."): array for name, array in weights.items()}
 

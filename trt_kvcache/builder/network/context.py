@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trt_kvcache.builder.network.adapter_updates import AdapterUpdates
 from trt_kvcache.builder.network.attention_lowering import AttentionLowering
 from trt_kvcache.builder.network.new_tokens import NewTokens
 from trt_kvcache.builder.network.rope import RopeTables
@@ -36,3 +37,4 @@ class DecoderContext:
     stored: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # keys and values [B, H, S, D] by layer, as layers are added
     masks: Mapping[int | None, Any] = field(default_factory=dict)  # [B, 1, s, S] bool by window; for the mask variant
     lowering: AttentionLowering | None = None  # for the plugin variant
+    updates: AdapterUpdates | None = None  # of adapters, for a build with inputs for them

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from trt_kvcache.builder.network import head
+from trt_kvcache.builder.network.adapter_updates import AdapterUpdates
 from trt_kvcache.builder.network.attention_lowering import PluginLayerLowering, SegmentCutLowering
 from trt_kvcache.builder.network.causal_mask import causal_masks
 from trt_kvcache.builder.network.context import DecoderContext
@@ -58,6 +59,9 @@ def add_decoder(
         max_sequence_length=max_sequence_length,
     )
     context = _context(model, names, cache, options.max_prefill_length, configs)
+    if options.adapter_inputs is not None:
+        updates = AdapterUpdates(graph, options.adapter_tensors(model), slots_of=input_ids)
+        context = replace(context, updates=updates)
     if plugin_layers is not None:
         lowering = _plugin_lowering(graph, model, plugin_layers, options, start_index=start_index)
         context = replace(context, lowering=lowering)

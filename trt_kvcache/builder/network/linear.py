@@ -11,6 +11,8 @@ def linear(graph: Graph, x: Any, weights: LayerWeights, role: str, *, bias: bool
     """Apply a linear layer of a role, such as ``"up"``, to ``[B, s, in]``."""
     module = weights.module(role)
     y = projection(graph, module, x, weights.matrix(f"{role}.weight"))
+    if weights.updates is not None:
+        y = weights.updates.added(graph, module, x, y, layer=weights.layer, role=role)
     if not bias:
         return y
     return graph.elementwise(f"{module}/add_bias", y, "SUM", graph.constant(f"{module}.bias", weights(f"{role}.bias")[None, None]))

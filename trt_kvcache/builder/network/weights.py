@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trt_kvcache.builder.network.adapter_updates import AdapterUpdates
 from trt_kvcache.builder.network.packed_weight import PackedWeight
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
@@ -101,9 +102,10 @@ class Weights:
 
 
 class LayerWeights:
-    """Weights of one layer by role, such as ``"q.weight"``, also where they are parts of a fused tensor."""
+    """Weights of one layer by role, such as ``"q.weight"``, also where they are parts of a fused tensor, and updates of adapters."""
 
-    def __init__(self, weights: Weights, model: ModelConfig, layer: int) -> None:
+    def __init__(self, weights: Weights, model: ModelConfig, layer: int, updates: AdapterUpdates | None = None) -> None:
+        self.layer, self.updates = layer, updates
         self._weights = weights
         self._parts = layer_parts(model, layer)
         self._prefix = f"model.layers.{layer}"

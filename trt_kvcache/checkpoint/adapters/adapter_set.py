@@ -79,6 +79,20 @@ class AdapterSet:
         """Return the folder of an adapter."""
         return self._adapters[name].path
 
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Highest rank of the updates of each adapter, by name."""
+        return {name: max(len(update.right) for update in updates.values()) for name, updates in self._updates.items()}
+
+    def changed(self, name: str) -> tuple[str, ...]:
+        """Return the modules that an adapter changes, by their names in the family."""
+        return tuple(weight.removesuffix(".weight") for weight in self._updates[name])
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Ends of the names of all modules that they change, as ``target_modules`` of PEFT has them, such as ``"q_proj"``."""
+        return tuple(dict.fromkeys(module.rpartition(".")[2] for name in self.names for module in self.changed(name)))
+
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of all updates in a dtype, without those that an engine adds to lay them out."""
         updates = (update for updates in self._updates.values() for update in updates.values())
