@@ -511,7 +511,6 @@ MISTAKES = {
     "a mask of 32 bits": (TREE, "own = 1ull << token", "own = 1u << token % 32", "none", TREES, "assert"),
     "a window of rows in a tree": (TREE, "? __popcll(from_key) - 1 : -1", "? position - key : -1", "none", TREES, "error <="),
     "later tokens in a path": (TREE, "& (own - 1)) | own", "& ~0ull) | own", "none", LATER_BITS, "assert"),
-    "a tree of a row after the last one": (TREE, "min(token, count - 1)", "token", "address", TREES, "runtime error: shift exponent"),
     "the tree of the first slot": (TREE, "ancestors[slot * width + token]", "ancestors[token]", "none", TREES, "assert"),
     "queries of a tree at positions of their rows": (
         NEW_ROWS,
