@@ -311,6 +311,7 @@ TREE_CASES = {
     "a window that begins behind the first part": Case(lengths=(900,), width=16, tree="comb", tokens=1000, group=4, window=130, kv_heads=1),
     "a window inside the tree": Case(lengths=(70, 20), width=30, tree="random", group=2, window=3, dtype="bfloat16", head_dim=80),
     "a window of one": Case(lengths=(64, 0), width=9, tree="comb", window=1, group=8),
+    "a window of several row blocks": Case(lengths=(130,), width=40, tokens=180, tree="star", window=10, kv_heads=1, group=8),
     "a star": Case(lengths=(66,), width=20, tree="star", softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, group=2, sinks=4.0),
     "out of bounds": Case(lengths=(148, 150, 10, -3, 20), new=(6, 6, 7, 5, -1), width=6, tree="comb"),
     "a full cache": Case(lengths=(496, 498), width=8, tokens=500, tree="comb", kv_heads=1, head_dim=128, group=3),

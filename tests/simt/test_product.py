@@ -145,6 +145,7 @@ PREFILL_SCORES, PREFILL_RESULTS = (f"attention/prefill_{name}.cuh" for name in (
 TREE, PREFILL_SOURCE = "attention/token_tree.cuh", "attention/prefill.cu"
 TREE_TESTS = "test_attention_of_trees.py"
 TREES, QUANTIZED_TREES = f"{TREE_TESTS}::test_trees", f"{TREE_TESTS}::test_trees_over_a_quantized_cache"
+LATER_BITS = f"{TREE_TESTS}::test_bits_of_later_tokens_and_of_the_token_itself_have_no_effect"
 PATH_TESTS = "test_token_path_kernels.py"
 SINKS = "attention/sinks.cuh"
 STORED_RING, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
@@ -505,12 +506,11 @@ MISTAKES = {
         PREFILL_OVER_QUANTIZED,
         "error <=",
     ),
-    "a tree whose mask is one bit off": (TREE, "path >> min(key - past, 63)", "path >> min(key - past + 1, 63)", "none", TREES, "error <="),
+    "a tree whose mask is one bit off": (TREE, "path >> min(key - past, 63)", "path >> min(key - past + 1, 63)", "none", TREES, "assert"),
     "only the first 32 bits of a mask": (TREE, "__popcll(from_key) - 1 : -1", "__popc(from_key) - 1 : -1", "none", TREES, "error <="),
     "a mask of 32 bits": (TREE, "own = 1ull << token", "own = 1u << token % 32", "none", TREES, "assert"),
     "a window of rows in a tree": (TREE, "? __popcll(from_key) - 1 : -1", "? position - key : -1", "none", TREES, "error <="),
-    "later tokens in a path": (TREE, "& (own - 1)) | own", "& ~0ull) | own", "none", TREE_TESTS, "test_bits_of_later_tokens"),
-    "a tree of a row after the last one": (TREE, "min(token, count - 1)", "token", "address", TREES, "runtime error: shift exponent"),
+    "later tokens in a path": (TREE, "& (own - 1)) | own", "& ~0ull) | own", "none", LATER_BITS, "assert"),
     "the tree of the first slot": (TREE, "ancestors[slot * width + token]", "ancestors[token]", "none", TREES, "assert"),
     "queries of a tree at positions of their rows": (
         NEW_ROWS,

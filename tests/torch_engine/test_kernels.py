@@ -11,10 +11,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import assert_close
 from tests.helpers.gguf_files import Q4_K_M, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
 from tests.helpers.quantized_models import write_fp8, write_gptq, write_nvfp4
+from tests.helpers.token_trees import path_to
 from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.gemma4_in_blocks import write_gemma4_in_blocks
@@ -29,6 +31,7 @@ from trt_kvcache.builder.torch_memory import TorchMemory  # noqa: E402
 from trt_kvcache.cache.edge_llm import make_cache  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config  # noqa: E402
+from trt_kvcache.engine.quantized_kv import QuantizedKV  # noqa: E402
 from trt_kvcache.model import MlpConfig, RoutedMlpConfig  # noqa: E402
 from trt_kvcache.torch_engine import (  # noqa: E402
     TorchEngine,
@@ -142,6 +145,23 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
     assert calls["gated_mul gelu_tanh"] + calls["linear_gated_mul gelu_tanh"] == calls["attend"] / 5, "but GELU"
     assert calls["add_rms_norm"] == 12 * calls["attend"] / 5, "with norms of what is added, and a factor; two layers have per-layer inputs"
     assert calls["qk_rms_norm"] == 4 * calls["attend"] / 5, "of all heads, of each with an offset, of each after RoPE, and of queries alone"
+
+
+@pytest.mark.parametrize(("quantized", "tolerance"), [(None, 1e-2), (QuantizedKV("int8"), 3e-2)], ids=["float16", "int8"])
+def test_logits_of_each_token_of_a_tree_are_those_of_its_path(memory, calls, quantized, tolerance):
+    """As near as those of chains of other lengths: products of other sizes round K and V to other quantized values."""
+    checkpoint, row, parents = RandomCheckpoint(mixed_model(64, 128, 256, 64)), [4, 9, 8, 7, 6, 5], [-1, 0, 0, 2, 2, 4]
+    kv = decoder_cache_config(checkpoint.config, **SIZES, dtype="float16", attention="plugin", quantized=quantized)
+    options = {"kv": kv, "dtype": "float16", "max_prefill_length": 7, "attention": "plugin", "max_logits_per_slot": "all"}
+    with InferenceSession(TorchEngine.open(checkpoint, **options, memory=memory), make_cache(kv, memory=memory)) as session:
+        session.prefill([[5, 6, 7, 8, 9, 3, 4], [7]])
+        found = session.verify([row, row[:2]], [parents, parents[:2]])
+        for index in range(len(row)):
+            path = [row[place] for place in path_to(parents, index)]
+            logits = session.verify([path, row[:2]])
+            assert_close(found[0, index], logits[0, len(path) - 1], tolerance)
+        assert_close(found[1, :2], logits[1, :2], tolerance)
+    assert calls["attend"] == 5 * 8
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -22,7 +22,7 @@ class LiveRowsAttention:
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._kv, self._mixers, self._tensors = step.kv, mixers, step.tensors
-        self._angles = positions.angles(step.start, step.input_ids.shape[1])
+        self._angles, self._trees = positions.angles(step.positions), step.trees
         self._runs = []
         first_slot = 0
         for start, slots in groupby(step.start.tolist()):
@@ -40,7 +40,9 @@ class LiveRowsAttention:
             if mixer.stores_kv:
                 self.write(layer, slots, start, end, [rows[slots] for rows in new])
             first = 0 if mixer.window is None else min(max(start + 1 - mixer.window, 0), end - 1)
-            mixed.append(_attend(mixer, q[slots], *self.read(layer, slots, first, end), start - first, sinks))
+            k, v = self.read(layer, slots, first, end)
+            seen = None if self._trees is None else self._trees.seen(torch.arange(first - start, end - start), mixer.window, slots)
+            mixed.append(_attend(mixer, q[slots], k, v, start - first, sinks, seen))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def write(self, layer: int, slots: slice, start: int, end: int, new: list[torch.Tensor]) -> None:
@@ -55,12 +57,20 @@ class LiveRowsAttention:
 
 
 def _attend(
-    mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, sinks: torch.Tensor | None
+    mixer: AttentionConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: int,
+    sinks: torch.Tensor | None,
+    seen: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return causal attention of q ``[n, s, Hq, D]``, whose first token has the row ``start`` of k and v ``[n, H, rows, D]``.
 
-    Rows before the window of all tokens must have been left out.
+    Rows before the window of all tokens must have been left out. ``seen`` ``[n, 1, s, rows]``: of trees, the rows that a token sees.
     """
+    if seen is not None:
+        return dot_product_attention(mixer, q.transpose(1, 2), k, v, seen, sinks).transpose(1, 2)
     width = q.shape[1]
     if width == 1 and sinks is None:  # one token sees all rows, so the query heads of a K/V head can be the rows of one matrix
         return dot_product_attention(mixer, q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v).reshape(q.shape)
@@ -78,15 +88,21 @@ class MaskedAttention:
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._kv, self._mixers = step.kv, mixers
         width, rows = step.input_ids.shape[1], step.kv[0][0].shape[2] if step.kv else 0
-        self._angles = positions.angles(step.start, width)
+        self._angles = positions.angles(step.positions)
         row = torch.arange(rows, device=step.start.device)
-        token = (row - step.start[:, None])[:, None, :, None]  # [A, 1, S, 1]: the new token of a row
+        tokens = row - step.start[:, None]
+        token = tokens[:, None, :, None]  # [A, 1, S, 1]: the new token of a row
         self._is_new = (token >= 0) & (token < width)
         self._is_dead = token >= width
         self._token = token.clamp(0, width - 1)
-        distance = (torch.arange(width, device=row.device) - token).transpose(2, 3)  # [A, 1, s, S]: distance of a row before a new token
         windows = {mixer.window for mixer in mixers}
-        self._is_seen = {window: distance >= 0 if window is None else (distance >= 0) & (distance < window) for window in windows}
+        trees = step.trees
+        if trees is None:
+            # [A, 1, s, S]: distance of a row before a new token
+            distance = (torch.arange(width, device=row.device) - token).transpose(2, 3)
+            self._is_seen = {window: distance >= 0 if window is None else (distance >= 0) & (distance < window) for window in windows}
+        else:
+            self._is_seen = {window: trees.seen(tokens, window) for window in windows}
 
     def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
@@ -104,7 +120,7 @@ class RotationBeforeNorms:
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._mixers = mixers
-        self._angles = positions.angles(step.start, step.input_ids.shape[1]) if positions.has_angles else []
+        self._angles = positions.angles(step.positions) if positions.has_angles else []
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Return q, k and v with q and k rotated."""
@@ -116,7 +132,7 @@ class ScaledQueries:
 
     def __init__(self, attention: TorchAttention, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._attention, self._mixers = attention, mixers
-        self._factors = positions.queries(step.start, step.input_ids.shape[1])
+        self._factors = positions.queries(step.positions)
 
     def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """Scale q in place, then attend."""

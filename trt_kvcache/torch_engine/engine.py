@@ -121,6 +121,7 @@ class TorchEngine(DecoderEngine):
             max_embeddings=max_embeddings,
             hidden_layers=hidden_layers,
             adapters=adapters,
+            takes_trees=True,
         )
         self._device = torch_device(memory)
         self._hidden_states, self._hidden_inputs = (
@@ -256,6 +257,8 @@ class TorchEngine(DecoderEngine):
         self._check_reduction()
         self.memory.check_stream(stream)
         step = self._step(bound.step_tensors())
+        if self.ancestors is not None and self.ancestors.in_use:
+            step = step.over_trees(self.ancestors.of_step(*step.input_ids.shape), self._device)
         if self.memory.is_host:
             new_lengths = None if step.new_lengths is None else step.new_lengths.numpy()
             self._check_values(step.input_ids.numpy(), step.last.numpy(), step.start.numpy(), new_lengths)

@@ -81,6 +81,7 @@ class KernelAttention:
         assert step.combined is not None
         self._caches, self._start = step.combined, step.tensors.start
         self._scales = step.tensors.scales or (None,) * len(step.combined)
+        self._ancestors = step.bound_ancestors
         self._views, self._inputs, self._stream = views, inputs, stream
 
     def __call__(self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -93,7 +94,8 @@ class KernelAttention:
         q, k, v = self._views.split_qkv(qkv, heads, kv_heads) if kv_heads else (self._views.of(qkv), None, None)
         call = AttentionParams(
             q=q, k=k, v=v, cache=cache, kv_scales=self._scales[layer], lengths=self._start, new_lengths=None,
-            out=self._views.of(out), sinks=None if sinks is None else self._views.of(sinks), **self._inputs.options[layer],
+            out=self._views.of(out), sinks=None if sinks is None else self._views.of(sinks),
+            ancestors=self._ancestors, **self._inputs.options[layer],
         )  # fmt: skip
         attend_kernel(call, self._inputs.workspace, self._stream)
         return out

@@ -49,24 +49,20 @@ class PositionFactors:
         """True if any layer has RoPE."""
         return bool(self._angles)
 
-    def angles(self, start: torch.Tensor, width: int) -> list[Angles | None]:
-        """Return the angles ``[A, s, 1, rotary_dim]`` of the new tokens, by layer; None for layers without RoPE.
+    def angles(self, positions: torch.Tensor) -> list[Angles | None]:
+        """Return the angles ``[A, s, 1, rotary_dim]`` of the new tokens at ``positions [A, s]``, by layer; None for layers without RoPE.
 
         A position past S - 1 gets the angles of the last one: its row is not stored.
         """
-        positions = self._positions(start, width)
+        positions = positions.clamp(max=self._length - 1)
         found = [(_rows(cos, positions), _rows(sin, positions)) for cos, sin in self._angles]
         return [None if index is None else found[index] for index in self._rope_of]
 
-    def queries(self, start: torch.Tensor, width: int) -> list[torch.Tensor | None]:
-        """Return the factors ``[A, s, 1, 1]`` of queries of the new tokens, by layer; None for layers that do not scale them."""
-        positions = self._positions(start, width)
+    def queries(self, positions: torch.Tensor) -> list[torch.Tensor | None]:
+        """Return the factors ``[A, s, 1, 1]`` of queries at ``positions [A, s]``, by layer; None for layers that do not scale them."""
+        positions = positions.clamp(max=self._length - 1)
         found = [_rows(factors, positions) for factors in self._queries]
         return [None if index is None else found[index] for index in self._query_of]
-
-    def _positions(self, start: torch.Tensor, width: int) -> torch.Tensor:
-        """Return the positions ``[A, s]`` of the new tokens, clamped to S - 1."""
-        return (start[:, None] + torch.arange(width, device=start.device)).clamp_(max=self._length - 1)
 
 
 def rope_factors(cos: torch.Tensor, sin: torch.Tensor) -> Angles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.bound_tensors import StepTensors
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.torch_engine.device import TorchDevice
+from trt_kvcache.torch_engine.token_trees import TokenTrees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class TorchStep:
     new_lengths: torch.Tensor | None  # int32 [A]; None without recurrent layers
     states: tuple[Mapping[StateKind, tuple[torch.Tensor, torch.Tensor]], ...]  # [A, ...] before and after the step, by recurrent layer
     key: Hashable  # equal for steps of equal addresses and shapes: the two buffers of states give two keys
+    bound_ancestors: DeviceTensor | None = None  # int64 [A, s], of trees; None: each new token attends to all before it
+    ancestors: torch.Tensor | None = None  # a view of it
 
     @classmethod
     def over(cls, tensors: StepTensors, device: TorchDevice) -> TorchStep:
@@ -51,6 +54,21 @@ class TorchStep:
             ),
             key=(tensors.input_ids.shape, tensors.last.shape, *(tensor.ptr for tensor in bound)),
         )
+
+    @property
+    def trees(self) -> TokenTrees | None:
+        """Trees of the new tokens, computed again each time, as their values change between steps of equal addresses."""
+        return None if self.ancestors is None else TokenTrees(self.ancestors)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions ``[A, s]`` of the new tokens."""
+        trees, width = self.trees, self.input_ids.shape[1]
+        return self.start[:, None] + (torch.arange(width, device=self.start.device) if trees is None else trees.depths)
+
+    def over_trees(self, ancestors: DeviceTensor, device: TorchDevice) -> TorchStep:
+        """Return the same step of trees. Its key differs, so that it has a CUDA graph of its own."""
+        return replace(self, bound_ancestors=ancestors, ancestors=device.view(ancestors), key=(self.key, ancestors.ptr))
 
 
 def _k_and_v(cache: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
