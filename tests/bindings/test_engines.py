@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * LAYERS,
         "num_kv_shared_layers": 1,
         "global_head_dim": 64,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 12,
     },
     "glm4": {"hidden_size": 64},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},

@@ -52,6 +52,7 @@ OTHER_FAMILIES = {
     "qwen3_5": ("qwen3_5", "native"),
     "qwen3_next": ("qwen3_next-bias", "native"),
     "gemma3": ("gemma3", "mask"),
+    "gemma4": ("gemma4-ple", "mask"),
     "granite": ("granite", "native"),
     "hunyuan_v1_dense": ("hunyuan", "native"),
     "lfm2": ("lfm2", "native"),

@@ -58,6 +58,28 @@ def test_segments_have_their_constants_beside_the_plan(tmp_path: Path) -> None:
     assert segments.disk_nbytes == segments.plan_nbytes + segments.constants_nbytes
 
 
+PER_LAYER: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "head_dim": 64,
+    "global_head_dim": 64,
+    "vocab_size_per_layer_input": 41,
+}
+
+
+def test_per_layer_embeddings_are_weights_and_activations(tmp_path: Path) -> None:
+    folders = [write_model(tmp_path / f"{size}", **PER_LAYER, hidden_size_per_layer_input=size) for size in (0, 16)]
+    for layers, table in (("one-plan", 0), ("segments", 41 * 48 * 2)):
+        without, found = (estimate_build(one, **SIZES, attention="plugin", plugin_layers=layers) for one in folders)
+        shared, own = 41 * 48 + 48 * 40 + 16, 2 * 16 * 40 + 40  # table, projection and its norm; gate, projection and norm of a layer
+        assert found.weights_nbytes - without.weights_nbytes == 2 * (shared + 3 * own)
+        assert found.constants_nbytes - without.constants_nbytes == table
+        assert found.plan_nbytes - without.plan_nbytes == 2 * (shared + 3 * own) - table
+        assert found.activations_nbytes - without.activations_nbytes == 3 * 11 * 48 * 2  # slots, tokens, inputs of three layers, bytes
+
+
 def test_a_plugin_library_is_in_the_plan(tmp_path: Path) -> None:
     model, library = write_model(tmp_path / "model", head_dim=64), tmp_path / "library.so"
     library.write_bytes(bytes(12345))
@@ -131,6 +153,15 @@ def test_states_alone_are_one_segment_whatever_the_attention() -> None:
 def test_the_plan_of_states_alone_is_within_a_tenth(tmp_path: Path) -> None:
     report = build_engine(GOLDEN / "mamba2", tmp_path / "engine", **SIZES, attention="plugin", flavour="tensorrt_rtx")
     assert estimate_build(GOLDEN / "mamba2", **SIZES, attention="plugin").plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize("variant", [{"attention": "mask"}, {"attention": "plugin"}, {"attention": "plugin", "plugin_layers": "segments"}])
+def test_the_plan_of_per_layer_embeddings_is_within_a_tenth(tmp_path: Path, variant: dict[str, str]) -> None:
+    sizes = {"vocab_size_per_layer_input": 30000, "hidden_size_per_layer_input": 256, "hidden_size": 512, "intermediate_size": 4096}
+    model = write_model(tmp_path / "model", **{**PER_LAYER, **sizes})
+    report = build_engine(model, tmp_path / "engine", **SIZES, **variant, flavour="tensorrt_rtx")
+    assert estimate_build(model, **SIZES, **variant).plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
 
 
 @pytest.mark.trt

@@ -11,7 +11,7 @@ from numpydoc.docscrape import FunctionDoc
 
 from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import fake_module
-from tests.helpers.models import SMALL, with_layers, with_mixer
+from tests.helpers.models import SMALL, changed_model, with_layers, with_mixer
 from tests.paths import GOLDEN
 from trt_kvcache import NetworkScript, build_engine, estimate_build
 from trt_kvcache.builder import resolved_options
@@ -220,6 +220,14 @@ def test_v_is_an_output_of_engines_with_plugin_layers_of_two_releases(release: t
     assert not v_outputs(release=release, v_outputs=False)
     assert v_outputs(release=release, kv_dtype="int8") is expected
     assert v_outputs(release=release, operations={"attention": "attention"}) is expected
+
+
+def test_a_model_with_per_layer_embeddings_has_no_other_operation_for_its_embedding() -> None:
+    """Rows that do not belong to token ids would have no per-layer rows."""
+    model = changed_model("gemma4-ple", head_dim=64, global_head_dim=64)
+    with raises(ConfigError, "operations", expected="none in place of embedding for a model with per-layer embeddings", got="embedding"):
+        resolve(model, attention="plugin", operations={"embedding": "embedding"})
+    assert resolve(model, attention="plugin", operations={"attention": "attention"}).attention == "plugin"
 
 
 def test_v_is_no_output_where_no_plugin_layer_reads_it() -> None:

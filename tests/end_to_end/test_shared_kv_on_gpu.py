@@ -27,13 +27,14 @@ def logits(session: InferenceSession) -> list[np.ndarray[Any, Any]]:
         return [*steps, session.append([[3, 4], [9, 8, 7], [6]]), session.decode([1, 2, 3])]
 
 
+@pytest.mark.parametrize("per_layer", [0, 24])
 @pytest.mark.parametrize("plugin_layers", ["one-plan", "segments"])
 def test_logits_are_those_of_numpy_and_no_cache_is_copied(
-    memory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, plugin_layers: str
+    memory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, plugin_layers: str, per_layer: int
 ) -> None:
     need_rtx_gpu(memory)
     layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    sizes = {"head_dim": 64, "global_head_dim": 128, "sliding_window": 17, "hidden_size_per_layer_input": 0}
+    sizes = {"head_dim": 64, "global_head_dim": 128, "sliding_window": 17, "hidden_size_per_layer_input": per_layer}
     model = write_model(tmp_path / "model", model_type="gemma4_text", max_position_embeddings=128, **layers, **sizes)
     options: dict[str, Any] = {**SIZES, "attention": "plugin"}
     expected = logits(InferenceSession.from_model(model, engine="numpy", **options))

@@ -133,6 +133,34 @@ def test_layers_with_different_rope_read_different_tables() -> None:
     assert tables == ["rope.cos_sin", "rope.cos_sin", "rope.cos_sin_1", "rope.cos_sin"]
 
 
+def test_the_first_segment_computes_the_inputs_of_layers_with_per_layer_embeddings() -> None:
+    """Six layers, so six cuts: each later segment has the MLP of one layer."""
+    model, cache, found = stages_of("gemma4-ple")
+    assert decoder_constants(model, cache)[1] == TensorSpec.input("model.embed_tokens_per_layer.weight", (83, 72), "float16")
+    lookups = [stage for stage in found if isinstance(stage, CustomOpNode) and stage.operation == "embedding"]
+    assert [(one.inputs[0], one.outputs) for one in lookups] == [
+        (EMBEDDING, ("embedded",)),
+        ("model.embed_tokens_per_layer.weight", ("per_layer_rows",)),
+    ]
+    first, *others = [stage.tensors for stage in found if isinstance(stage, Segment)]
+    assert TensorSpec.input("per_layer_rows", (-1, -1, 72), "float16") in first
+    assert TensorSpec.output("per_layer_inputs", (-1, -1, 6, 12), "float16") in first
+    assert all(TensorSpec.input("per_layer_inputs", (-1, -1, 6, 12), "float16") in tensors for tensors in others)
+    assert not [spec for tensors in others for spec in tensors if spec.name == "per_layer_rows"]
+
+
+@pytest.mark.parametrize(("layers", "named"), [({1, 5}, {0, 1, 5}), ({0}, set()), ({0, 1}, {0, 1})])
+def test_segments_without_per_layer_embeddings_do_not_read_their_inputs(layers: set[int], named: set[int]) -> None:
+    """The first layer has no attention, so that the first segment has its MLP."""
+    model = model_of("gemma4-ple")
+    few = [layer if index in layers else replace(layer, per_layer_input=None) for index, layer in enumerate(model.layers)]
+    few[0] = replace(few[0], mixer=None, input_norm=None, mixer_output_norm=None)
+    model = replace(model, layers=tuple(few))
+    cache = cache_config(model, max_batch_size=3, max_sequence_length=11, dtype="float16", attention="plugin")
+    segments = [tensors(stage) for stage in decoder_stages(model, cache, DEFAULT_NAMES) if isinstance(stage, Segment)]
+    assert named == {index for index, specs in enumerate(segments) if "per_layer_inputs" in [spec.name for spec in specs]}
+
+
 def test_layers_without_rope_read_no_table() -> None:
     _, _, found = stages_of("smollm3-bias-window")
     nodes = [stage for stage in found if isinstance(stage, CustomOpNode)][1:]

@@ -33,10 +33,10 @@ HALF = RopeConfig(kind="linear", theta=500.0, factor=2.0, partial_rotary_factor=
 _WITH_OFFSET = (".0.", ".2.self_attn", ".4.self_attn", "post_per_layer", "model.norm")
 
 
-def mixed_model(*head_dims: int, plugin_layers: bool = False) -> ModelConfig:
+def mixed_model(*head_dims: int) -> ModelConfig:
     """Return a model of four layers whose heads are of these four sizes, and a fifth that reads K and V of the third.
 
-    Two layers have per-layer embeddings. ``plugin_layers``: without these, as networks with plugin layers need it.
+    Two layers have per-layer embeddings.
     """
     sizes = ((4, 2), (6, 2), (3, 3), (4, 1))
     plain = [AttentionConfig(num_heads=q, num_kv_heads=kv, head_dim=dim, rope=ROPE) for (q, kv), dim in zip(sizes, head_dims, strict=True)]
@@ -80,14 +80,9 @@ def mixed_model(*head_dims: int, plugin_layers: bool = False) -> ModelConfig:
         ),
     )
     reader = replace(plain[2], num_heads=6, rope=HALF, window=3, kv_source_layer=2, qk_norm=QkNormConfig(norm=OFFSET))
-    embedding = None
-    if plugin_layers:
-        layers = (*layers, LayerConfig(mixer=reader, mlp=MlpConfig(intermediate_size=16), input_norm=NORM, mlp_norm=NORM))
-    else:
-        embedding = PerLayerEmbeddingConfig(vocab_size=47, size=6, norm=NORM)
-        gelu, silu = (PerLayerInputConfig(size=6, activation=name, output_norm=OFFSET) for name in ("gelu_tanh", "silu"))
-        fifth = LayerConfig(mixer=reader, mlp=MlpConfig(intermediate_size=16), input_norm=NORM, mlp_norm=NORM, per_layer_input=silu)
-        layers = (*layers[:2], replace(layers[2], per_layer_input=gelu), layers[3], fifth)
+    gelu, silu = (PerLayerInputConfig(size=6, activation=name, output_norm=OFFSET) for name in ("gelu_tanh", "silu"))
+    fifth = LayerConfig(mixer=reader, mlp=MlpConfig(intermediate_size=16), input_norm=NORM, mlp_norm=NORM, per_layer_input=silu)
+    layers = (*layers[:2], replace(layers[2], per_layer_input=gelu), layers[3], fifth)
     return ModelConfig(
         family="gemma4_text",  # which has names for all norms, and for the scale of a layer
         vocab_size=43,
@@ -103,7 +98,7 @@ def mixed_model(*head_dims: int, plugin_layers: bool = False) -> ModelConfig:
         rounds_embedding_multiplier=True,
         final_softcap=5.0,
         logits_divisor=1.7,
-        per_layer_embedding=embedding,
+        per_layer_embedding=PerLayerEmbeddingConfig(vocab_size=47, size=6, norm=NORM),
     )
 
 

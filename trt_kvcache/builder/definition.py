@@ -22,7 +22,7 @@ from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names,
 from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.tensor_shapes import embedding_name
+from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, embedding_tables
 from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.log import Messages
@@ -122,13 +122,14 @@ def define_segments(
 
 
 def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig, *, dtype: str) -> list[Any]:
-    """Return the buffers of a safetensors file with the constants of an engine in segments: embedding table and RoPE tables.
+    """Return the buffers of a safetensors file with the constants of an engine in segments: embedding tables and RoPE tables.
 
     A table that is stored in this dtype is a view of the checkpoint's memory.
     """
-    table = Weights(checkpoint, dtype)(embedding_name(checkpoint.config))
+    weights = Weights(checkpoint, dtype)
+    tables = dict(zip((EMBEDDING, PER_LAYER_EMBEDDING), map(weights, embedding_tables(checkpoint.config)), strict=False))
     angles = {name: cos_sin(kind, length=cache.max_sequence_length) for kind, name in cos_sin_names(checkpoint.config).items()}
-    return safetensors_buffers({EMBEDDING: table, **angles})
+    return safetensors_buffers({**tables, **angles})
 
 
 def _network_factory(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:

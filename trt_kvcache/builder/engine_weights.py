@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.model import AttentionConfig, ModelConfig
-from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
+from trt_kvcache.model.tensor_shapes import HEAD, PER_LAYER_PROJECTION, embedding_name, embedding_tables, tensor_shapes
 from trt_kvcache.model.weight_parts import layer_parts
 
 #: Host memory of Python with TensorRT loaded after a build, and additional memory for each layer of a network.
@@ -50,9 +50,8 @@ class EngineWeights:
     def of(
         cls, model: ModelConfig, packed: Mapping[str, PackedBytes], dtype: str, *, segmented: bool, has_plugin_layers: bool
     ) -> EngineWeights:
-        """Return the weights of an engine. In segments, the embedding is a constant next to the plan."""
-        embedding = embedding_name(model)
-        constants = {embedding: packed.get(embedding)} if segmented else {}
+        """Return the weights of an engine. In segments, embedding tables are constants next to the plan."""
+        constants = {name: packed.get(name) for name in embedding_tables(model)} if segmented else {}
         in_plan = {name: one for name, one in packed.items() if name not in constants}
         dense = {name: math.prod(shape) * itemsize(dtype) for name, shape in tensor_shapes(model).items()}
         return cls(model, dense | {name: one.nbytes for name, one in in_plan.items()}, in_plan, constants, has_plugin_layers)
@@ -103,7 +102,7 @@ class EngineWeights:
     @property
     def _largest_segment_nbytes(self) -> int:
         """Bytes of the largest segment: an attention layer and the layers after it up to the next one; the last has the head."""
-        segments = [0]
+        segments = [self.sizes.get(PER_LAYER_PROJECTION, 0)]
         for index, layer in enumerate(self.model.layers):
             if isinstance(layer.mixer, AttentionConfig):
                 segments.append(0)

@@ -25,7 +25,7 @@ from trt_kvcache.engine_folder.v_outputs import v_output_nbytes, v_outputs
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
-from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
+from trt_kvcache.model.tensor_shapes import embedding_tables, tensor_shapes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,7 +58,7 @@ class BuildEstimate:
     plan_nbytes : int
         The serialised engine: weights and compiled kernels, and a plugin library.
     constants_nbytes : int
-        Constants of an engine in segments: the embedding table, cosines and sines. 0 for other engines.
+        Constants of an engine in segments: embedding tables, cosines and sines. 0 for other engines.
     cache_nbytes : int
         K, V and states as allocated. Exact.
     activations_nbytes : int
@@ -172,7 +172,7 @@ class PackedModel:
         model, computed = self.model, options.dtype
         segmented = options.in_segments
         weights = EngineWeights.of(model, self.packed, computed, segmented=segmented, has_plugin_layers=options.attention == "plugin")
-        kernels = _kernels_nbytes(model, segmented=segmented, is_packed=bool(weights.packed.keys() - {embedding_name(model)}))
+        kernels = _kernels_nbytes(model, segmented=segmented, is_packed=bool(weights.packed.keys() - {*embedding_tables(model)}))
         if options.attention == "mask":
             kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
         if len(options.profiles) > 2:
@@ -213,7 +213,9 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions
     mixers = max(map(_mixer_width, model.layers))
     widths = (layer.mlp.intermediate_size for layer in model.layers if isinstance(layer.mlp, MlpConfig))  # experts were refused
     mlps = 3 * max(widths, default=0)  # gate, up, their product
-    widest = 2 * model.hidden_size + max(mixers, mlps)  # the residual, and its norm
+    per_layer = 0 if model.per_layer_embedding is None else model.per_layer_embedding.size * model.num_layers
+    projected = 2 * per_layer  # the rows and the projection, of which the inputs of all layers are made
+    widest = 2 * model.hidden_size + per_layer + max(mixers, mlps, projected)  # the residual, its norm, and the inputs of all layers
     capped = max((mixer.num_heads for mixer in model.attention_layers if mixer.softcap is not None), default=0)
     before_and_after_softmax = 2 * capped * options.max_sequence_length * itemsize("float32")
     scores = before_and_after_softmax if options.attention == "mask" else 0

@@ -30,6 +30,7 @@ from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
+from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
@@ -66,6 +67,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "parallel",
         "parallel_mixers",
         "partial_rotary",
+        "per_layer_embeddings",
         "projection_multipliers",
         "query_scaling",
         "relu2",
@@ -129,6 +131,12 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
             raise ConfigError(f"adapters_rank: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+        replaced = (options.operations or {}).get(EmbeddingOp.name)
+        if replaced is not None and model.per_layer_embedding is not None:
+            raise ConfigError(
+                f"operations: expected none in place of {EmbeddingOp.name} for a model with per-layer embeddings, which are of token ids, "
+                f"got {replaced}."
+            )
         chosen = {
             "max_sequence_length": length,
             "max_prefill_length": width,

@@ -17,7 +17,7 @@ from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, supports_attention
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RoutedMlpConfig
-from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, embedding_name, looked_up_tensors, tensor_shapes
+from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, embedding_tables, tensor_shapes
 from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 
 #: Kinds of quantized values that the engine keeps packed, and the largest share that its layout adds to them.
@@ -92,8 +92,8 @@ class TorchMemory:
 
 def _matrices(model: ModelConfig) -> set[str]:
     """Return the names of the matrices that the engine may keep packed: no embedding."""
-    tables = {embedding_name(model), *looked_up_tensors(model), *exact_tensors(model)}
-    return {name for name, shape in tensor_shapes(model).items() if len(shape) == 2} - tables
+    others = {*embedding_tables(model), *exact_tensors(model)}
+    return {name for name, shape in tensor_shapes(model).items() if len(shape) == 2} - others
 
 
 def _widest(layer: LayerConfig) -> int:

@@ -3,12 +3,15 @@
 A segment ends where a layer needs its attention; the last one ends in the logits. Layers with states are within segments.
 """
 
+from itertools import accumulate
+
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import cache_indices, logits_tensors, scale_tensors, state_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig
+from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.segments import CustomOpNode, Segment, Stage
@@ -16,6 +19,9 @@ from trt_kvcache.ops.segments import CustomOpNode, Segment, Stage
 #: Names of the constants of an engine in segments. They are stored in one file of the engine folder, which all segments share.
 #: Where layers differ in RoPE, the second table is ``"rope.cos_sin_1"`` and so on.
 EMBEDDING, COS_SIN = "model.embed_tokens.weight", "rope.cos_sin"
+
+#: Names of the rows ``[B, s, layers * size]`` of the per-layer embedding, and of the inputs ``[B, s, layers, size]`` of all layers.
+PER_LAYER_ROWS, PER_LAYER_INPUTS = "per_layer_rows", "per_layer_inputs"
 
 #: RoPE and the head dimension: they determine the angles of a layer.
 RopeKind = tuple[RopeConfig, int]
@@ -53,6 +59,12 @@ def cos_sin_names(model: ModelConfig) -> dict[RopeKind, str]:
     return {kind: f"{COS_SIN}_{index}" if index else COS_SIN for index, kind in enumerate(filter(None, kinds))}
 
 
+def segments_with_per_layer_inputs(model: ModelConfig) -> set[int]:
+    """Return the indices of the segments with layers that read a per-layer input. The first segment computes these inputs."""
+    segments = accumulate(isinstance(layer.mixer, AttentionConfig) for layer in model.layers)
+    return {segment for layer, segment in zip(model.layers, segments, strict=True) if layer.per_layer_input is not None}
+
+
 def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int) -> dict[str, int | float]:
     """Return the attributes of :class:`~trt_kvcache.ops.attention_op.AttentionOp` for a layer."""
     mixer = mixer.after_norms
@@ -71,28 +83,35 @@ def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int)
 
 
 def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig, *, dtype: str | None = None) -> tuple[TensorSpec, ...]:
-    """Return the embedding table ``[vocab, hidden]``, and for each kind of RoPE a table ``[S, 2, rotary_dim / 2]`` float32."""
-    table = TensorSpec.input(EMBEDDING, (model.vocab_size, model.hidden_size), dtype or cache.dtype)
+    """Return the embedding table ``[vocab, hidden]``, that of per-layer embeddings, and for each kind of RoPE one of angles.
+
+    Angles are ``[S, 2, rotary_dim / 2]`` float32.
+    """
+    computed, per_layer = dtype or cache.dtype, model.per_layer_embedding
+    tables = [TensorSpec.input(EMBEDDING, (model.vocab_size, model.hidden_size), computed)]
+    if per_layer is not None:
+        tables.append(TensorSpec.input(PER_LAYER_EMBEDDING, per_layer.shape(model.num_layers), computed))
     angles = (
         TensorSpec.input(name, (cache.max_sequence_length, 2, rope.rotary_dim(head_dim) // 2), "float32")
         for (rope, head_dim), name in cos_sin_names(model).items()
     )
-    return table, *angles
+    return *tables, *angles
 
 
 def decoder_stages(
     model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1, dtype: str | None = None
 ) -> tuple[Stage, ...]:
-    """Return the stages over a combined cache, in order: the embedding, a segment and its operation for each cut, the last segment."""
+    """Return the stages over a combined cache, in order: embeddings, a segment and its operation for each cut, the last segment."""
     computed = dtype or cache.dtype
     table, *tables = decoder_constants(model, cache, dtype=computed)
     angles = {spec.name: spec for spec in tables}
-    embedded = embedding_output_name(model)
+    rows = _embedded(model, computed)
     stages: list[Stage] = [
-        CustomOpNode(operation=EmbeddingOp.name, attributes={}, inputs=(EMBEDDING, names.input_ids), outputs=(embedded,))
+        CustomOpNode(operation=EmbeddingOp.name, attributes={}, inputs=(name, names.input_ids), outputs=(spec.name,))
+        for name, spec in rows.items()
     ]
     hidden = (-1, -1, model.hidden_size)
-    entering, tensors = embedded, [TensorSpec.input(embedded, hidden, computed)]
+    entering, tensors = rows[EMBEDDING].name, [*rows.values(), *_per_layer_inputs(model, 0, computed)]
     for layer, (config, index) in enumerate(zip(model.layers, cache_indices(model), strict=True)):
         mixer = config.mixer
         if index.states is not None:
@@ -115,9 +134,28 @@ def decoder_stages(
         entering, attended = hidden_state_name(layer), (-1, -1, mixer.num_heads, mixer.head_dim)
         tensors = [TensorSpec.input(entering, hidden, computed), TensorSpec.input(attended_name, attended, computed)]
         tensors += [TensorSpec.input(name, shape, computed) for name, shape in gates]
+        tensors += _per_layer_inputs(model, sum(isinstance(stage, Segment) for stage in stages), computed)
     last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
     tensors += [last_token_ids, table, logits] if model.tie_word_embeddings else [last_token_ids, logits]
     return (*stages, Segment(tensors=tuple(tensors)))
+
+
+def _embedded(model: ModelConfig, dtype: str) -> dict[str, TensorSpec]:
+    """Return the rows of the token ids in each table, which the first segment reads."""
+    found = {EMBEDDING: TensorSpec.input(embedding_output_name(model), (-1, -1, model.hidden_size), dtype)}
+    if model.per_layer_embedding is None:
+        return found
+    width = model.num_layers * model.per_layer_embedding.size
+    return found | {PER_LAYER_EMBEDDING: TensorSpec.input(PER_LAYER_ROWS, (-1, -1, width), dtype)}
+
+
+def _per_layer_inputs(model: ModelConfig, segment: int, dtype: str) -> list[TensorSpec]:
+    """Return the inputs of all layers if a segment reads them, or writes them for later ones; else nothing."""
+    readers = segments_with_per_layer_inputs(model)
+    if model.per_layer_embedding is None or (segment not in readers if segment else readers <= {0}):
+        return []
+    make = TensorSpec.input if segment else TensorSpec.output
+    return [make(PER_LAYER_INPUTS, (-1, -1, model.num_layers, model.per_layer_embedding.size), dtype)]
 
 
 def _attention_node(model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, layer: int, index: int) -> CustomOpNode:

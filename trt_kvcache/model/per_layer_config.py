@@ -48,6 +48,10 @@ class PerLayerEmbeddingConfig:
         for name in ("vocab_size", "size"):
             int_in_range(f"PerLayerEmbeddingConfig.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
 
+    def shape(self, num_layers: int) -> tuple[int, int]:
+        """Return the shape of the embedding."""
+        return self.vocab_size, num_layers * self.size
+
     def factor(self, dtype: str) -> float:
         """Return the factor of the rows of the embedding: ``sqrt(size)``, rounded to the compute dtype."""
         return float(np.asarray(math.sqrt(self.size)).astype(numpy_dtype(dtype)))

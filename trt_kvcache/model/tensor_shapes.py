@@ -25,6 +25,7 @@ __all__ = [
     "PER_LAYER_NORM",
     "PER_LAYER_PROJECTION",
     "embedding_name",
+    "embedding_tables",
     "final_norm_bias_name",
     "final_norm_name",
     "looked_up_tensors",
@@ -51,11 +52,15 @@ def final_norm_bias_name(config: ModelConfig) -> str | None:
     return f"{final_norm_name(config).removesuffix('.weight')}.bias" if config.final_norm.bias else None
 
 
+def embedding_tables(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the tables with a row for each token: the embedding, and the per-layer embedding if there is one."""
+    return (embedding_name(config),) if config.per_layer_embedding is None else (embedding_name(config), PER_LAYER_EMBEDDING)
+
+
 def looked_up_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the embeddings of which a step reads the rows of its tokens only."""
-    per_layer = () if config.per_layer_embedding is None else (PER_LAYER_EMBEDDING,)
     is_other = config.tie_word_embeddings or (config.eagle3_input is not None and config.eagle3_input.shares_embedding)
-    return per_layer if is_other else (embedding_name(config), *per_layer)
+    return embedding_tables(config)[1 if is_other else 0 :]
 
 
 def merge_names(config: ModelConfig) -> tuple[str, str, str] | None:
@@ -86,7 +91,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[merged[2]] = (config.hidden_size, width)
     if config.per_layer_embedding is not None:
         width = config.per_layer_embedding.size * config.num_layers
-        shapes[PER_LAYER_EMBEDDING] = (config.per_layer_embedding.vocab_size, width)
+        shapes[PER_LAYER_EMBEDDING] = config.per_layer_embedding.shape(config.num_layers)
         shapes |= {PER_LAYER_PROJECTION: (width, config.hidden_size), PER_LAYER_NORM: (config.per_layer_embedding.size,)}
     for index in range(config.num_layers):
         shapes |= layer_tensors(config, index)

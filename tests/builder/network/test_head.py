@@ -11,7 +11,8 @@ import pytest
 from tests.builder.network.parts import Part, StoredWeights, normal
 from tests.helpers.assertions import assert_close
 from tests.helpers.models import SMALL
-from trt_kvcache.builder.network.head import by_slot, chosen_tokens, embed, embedding_table, last_token, logits
+from trt_kvcache.builder.network.embedding_table import embedding_table
+from trt_kvcache.builder.network.head import by_slot, chosen_tokens, last_token, logits
 from trt_kvcache.model import ModelConfig, NormConfig
 
 pytestmark = pytest.mark.trt
@@ -20,13 +21,6 @@ MakePart = Callable[..., Part]
 
 MODEL = replace(ModelConfig.from_dict(SMALL), final_norm=NormConfig(epsilon=0.25))
 EMBEDDING = "model.embed_tokens.weight"
-
-
-def test_token_ids_select_rows_of_the_table(part: MakePart) -> None:
-    made, table, ids = part(), normal(7, 4), np.array([[6, 0, 3], [3, 3, 1]], np.int32)
-    tensor = embedding_table(made.graph, StoredWeights(model__embed_tokens__weight=table), MODEL)
-    hidden = embed(made.graph, tensor, made.graph.input("ids", "int32", (-1, -1)), MODEL)
-    np.testing.assert_array_equal(made.run(hidden, ids=ids), table[ids])
 
 
 def test_one_token_of_each_slot_is_selected(part: MakePart) -> None:
@@ -57,9 +51,8 @@ def test_logits_are_the_projection_of_the_normalised_state(part: MakePart, tied:
     made, x, table, head, norm = part(), normal(2, 4), normal(7, 4, seed=1), normal(7, 4, seed=2), normal(4, seed=3)
     weights = StoredWeights(model__embed_tokens__weight=table, lm_head__weight=head, model__norm__weight=norm)
     model = replace(MODEL, tie_word_embeddings=tied)
-    found = made.run(
-        logits(made.graph, made.graph.input("x", "float32", (2, 4)), weights, model, embedding_table(made.graph, weights, model)), x=x
-    )
+    constant = embedding_table(made.graph, weights, EMBEDDING, EMBEDDING)
+    found = made.run(logits(made.graph, made.graph.input("x", "float32", (2, 4)), weights, model, constant), x=x)
     normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.25) * norm
     assert_close(found, normed @ (table if tied else head).T)
 

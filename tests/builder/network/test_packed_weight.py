@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.assertions import raises
+from trt_kvcache.builder.network import packed_weight
 from trt_kvcache.builder.network.graph import packed_nibbles
 from trt_kvcache.builder.network.packed_weight import PackedWeight
 from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
@@ -172,8 +173,10 @@ def test_blocks_of_several_rows_are_kept() -> None:
     np.testing.assert_array_equal(values(rows), stored.dequantized()[1:5])
 
 
+@pytest.mark.parametrize("rows_at_a_time", [1, 4, ROWS])
 @pytest.mark.parametrize("zero_points", [False, True])
-def test_codes_less_offsets_are_int8(zero_points: bool) -> None:
+def test_codes_less_offsets_are_int8(monkeypatch: pytest.MonkeyPatch, zero_points: bool, rows_at_a_time: int) -> None:
+    monkeypatch.setattr(packed_weight, "_CHUNK", rows_at_a_time * COLUMNS)
     stored = weight("uint4", zero_points=zero_points)
     whole = PackedWeight.of("w", [stored]).with_integer_values()
     assert whole is not None
@@ -182,5 +185,7 @@ def test_codes_less_offsets_are_int8(zero_points: bool) -> None:
     np.testing.assert_array_equal(values(whole), stored.dequantized())
 
 
-def test_codes_less_offsets_that_are_no_int8() -> None:
+@pytest.mark.parametrize("rows_at_a_time", [1, ROWS])
+def test_codes_less_offsets_that_are_no_int8(monkeypatch: pytest.MonkeyPatch, rows_at_a_time: int) -> None:
+    monkeypatch.setattr(packed_weight, "_CHUNK", rows_at_a_time * COLUMNS)
     assert PackedWeight.of("w", [weight("uint8", zero_points=True)]).with_integer_values() is None

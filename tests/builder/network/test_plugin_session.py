@@ -40,7 +40,7 @@ pytestmark = pytest.mark.trt
 EQUAL, MIXED = "equal layers", "layers of different sizes"
 MODELS = {
     EQUAL: ModelConfig.from_dict({**SMALL, "head_dim": 64, "num_hidden_layers": 2}),
-    MIXED: mixed_model(64, 128, 256, 80, plugin_layers=True),  # heads, windows, softcap, scale, RoPE of a part and none
+    MIXED: mixed_model(64, 128, 256, 80),  # heads, windows, softcap, scale, RoPE of a part and none, per-layer inputs
 }
 
 #: Static scales of K and V that hold every row of either model, with room.
@@ -59,9 +59,9 @@ FORMS: dict[str, tuple[str, str] | None] = {
 #: Longer than an enqueue takes, of one token, and between.
 PROMPTS = [[5, 9, 3, 30, 11, 2, 7, 36, 1, 12, 13, 14, 15], [8], [21, 22, 4]]
 
-#: Of logits, relative to the largest. An element of K or V that is rounded the other way is off by 1/14 of itself in fp8. Seen: 0.0038,
-#: 0.127 and 0.037.
-TOLERANCE = {None: 0.02, "fp8": 0.16, "int8": 0.05}
+#: Of logits, relative to the largest. An element of K or V that is rounded the other way is off by 1/14 of itself in fp8. Seen: 0.0083,
+#: 0.127 and 0.053.
+TOLERANCE = {None: 0.02, "fp8": 0.16, "int8": 0.07}
 
 
 class Opened(RandomCheckpoint):

@@ -22,6 +22,10 @@ def relu2(graph: Graph, name: str, x: Any) -> Any:
     return graph.elementwise(f"{name}/relu2", positive, "PROD", positive)
 
 
+#: Activations of MLPs and gates by their names in configurations.
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+
+
 def softplus(graph: Graph, name: str, x: Any) -> Any:
     """Return ``log(1 + exp(x))`` of a float32 tensor as ``max(x, 0) + 2 atanh(u / (u + 2))`` with ``u = exp(-abs(x))``.
 

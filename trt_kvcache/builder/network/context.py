@@ -7,6 +7,7 @@ from typing import Any
 from trt_kvcache.builder.network.adapter_updates import AdapterUpdates
 from trt_kvcache.builder.network.attention_lowering import AttentionLowering
 from trt_kvcache.builder.network.new_tokens import NewTokens
+from trt_kvcache.builder.network.per_layer_input import PerLayerInputs
 from trt_kvcache.builder.network.rope import RopeTables
 from trt_kvcache.builder.network.step_lengths import StepLengths
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
@@ -31,6 +32,7 @@ class DecoderContext:
     states: Sequence[Mapping[StateKind, tuple[TensorSpec, TensorSpec]]]  # past and present tensors of each layer with states
     new_tokens: NewTokens
     unit_triangle: UnitTriangle
+    per_layer: PerLayerInputs | None = None  # for a model with per-layer embeddings
     lengths: StepLengths | None = None  # not for the plugin variant
     tables: Mapping[RopeKind, RopeTables] = field(default_factory=dict)  # by kind of RoPE; not for the plugin variant
     query_factors: Mapping[QueryScaling, Any] = field(default_factory=dict)  # [B, s, 1, 1] float32; not for the plugin variant

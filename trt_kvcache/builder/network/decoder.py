@@ -11,8 +11,10 @@ from trt_kvcache.builder.network.causal_mask import causal_masks
 from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
 from trt_kvcache.builder.network.decomposable import attention_layer_config
+from trt_kvcache.builder.network.embedding_table import embedding_table, look_up, split_table
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.new_tokens import NewTokens
+from trt_kvcache.builder.network.per_layer_input import PerLayerInputs
 from trt_kvcache.builder.network.plugin_nodes import DecoderPluginLayers, decoder_plugin_layers
 from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
@@ -25,8 +27,15 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_i
 from trt_kvcache.engine.decoder_profiles import MIN_BATCH_SIZE
 from trt_kvcache.engine.decoder_tensors import cache_indices, logits_tensors, state_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, embedding_output_name
+from trt_kvcache.engine_folder.decoder_segments import (
+    EMBEDDING,
+    PER_LAYER_ROWS,
+    cos_sin_names,
+    embedding_output_name,
+    segments_with_per_layer_inputs,
+)
 from trt_kvcache.model import AttentionConfig, ModelConfig
+from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, embedding_name
 
 
 def add_decoder(
@@ -81,12 +90,16 @@ def add_decoder(
             windows = (window_in_cache(mixer, max_sequence_length) for mixer in model.attention_layers)
             masks = causal_masks(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length, windows=windows)
             context = replace(context, masks=masks)
-    table = head.embedding_table(graph, weights, model)
+    table = embedding_table(graph, weights, embedding_name(model), EMBEDDING)
     if plugin_layers is None or plugin_layers.embedding is None:
-        x = head.embed(graph, table, input_ids, model)
+        rows = look_up(graph, "model.embed_tokens", [table], input_ids)
     else:
         rows = graph.result(plugin_layers.layers.add(plugin_layers.embedding, [table, input_ids]))
-        x = head.scaled_embedding(graph, rows, model)
+    x = head.scaled_embedding(graph, rows, model)
+    if model.per_layer_embedding is not None:
+        tables = split_table(graph, weights, PER_LAYER_EMBEDDING, model.per_layer_embedding.shape(model.num_layers))
+        rows = look_up(graph, PER_LAYER_EMBEDDING.removesuffix(".weight"), tables, input_ids)
+        context = replace(context, per_layer=PerLayerInputs(graph, rows, x, weights, model))
     for layer in range(model.num_layers):
         x = decoder_layer(graph, x, weights, context, layer)
     _add_head(graph, x, last_token_ids, weights, model, table, names)
@@ -157,6 +170,11 @@ def add_segments(
     context = replace(_context(model, names, cache, options.max_prefill_length, configs), lowering=lowering)
     x = graph.input(embedding_output_name(model), graph.dtype, (-1, -1, model.hidden_size))
     x = head.scaled_embedding(graph, x, model)
+    if model.per_layer_embedding is not None:
+        rows = graph.input(PER_LAYER_ROWS, graph.dtype, (-1, -1, model.num_layers * model.per_layer_embedding.size))
+        context = replace(context, per_layer=(inputs := PerLayerInputs(graph, rows, x, weights, model)))
+        if segments_with_per_layer_inputs(model) - {0}:
+            inputs.pass_on(graph)
     for layer in range(model.num_layers):
         x = decoder_layer(graph, x, weights, context, layer)
     last_token_ids = _last_token_ids(graph, model, names, options)

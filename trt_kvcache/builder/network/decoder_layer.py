@@ -1,4 +1,4 @@
-"""One decoder layer: mixers and MLP, each with its norms and a residual connection."""
+"""One decoder layer: mixers, MLP and per-layer input, each with its norms and a residual connection."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.mamba2 import mamba2
 from trt_kvcache.builder.network.mlp import mlp
 from trt_kvcache.builder.network.norm import optional_norm
+from trt_kvcache.builder.network.per_layer_input import add_per_layer_input
 from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.self_attention import self_attention
 from trt_kvcache.builder.network.short_convolution import short_convolution
@@ -39,6 +40,8 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
         changed = optional_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
         changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.mlp_factor)
         x = graph.elementwise(f"{module}/add_mlp", x, "SUM", changed)
+    if layer.per_layer_input is not None and context.per_layer is not None:
+        x = add_per_layer_input(graph, x, context.per_layer.of_layer(graph, index), own, module, layer.per_layer_input)
     if layer.output_scale:
         scale = graph.constant(f"{module}.output_scale", own("output_scale").reshape(1, 1, 1))
         x = graph.elementwise(f"{module}/scale_output", x, "PROD", scale)

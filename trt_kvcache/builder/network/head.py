@@ -1,4 +1,4 @@
-"""The embedding and the LM head of a decoder: from token ids to the first hidden state, and from the last hidden state to logits."""
+"""Both ends of a decoder: the scale of embedded tokens, and the LM head, from the last hidden state to logits."""
 
 from typing import Any
 
@@ -6,31 +6,12 @@ import numpy as np
 
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.norm import norm
-from trt_kvcache.builder.network.packed_weight import PackedWeight
-from trt_kvcache.builder.network.projection import dequantized, matmul_transposed, projection
+from trt_kvcache.builder.network.projection import matmul_transposed, projection
 from trt_kvcache.builder.network.scalar_multiply import multiplied, softcapped
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint.decoder_weights import NormWeights
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.tensor_shapes import EMBEDDING, HEAD, embedding_name, final_norm_bias_name, final_norm_name
-
-
-def embedding_table(graph: Graph, weights: Weights, model: ModelConfig) -> Any:
-    """Add the embedding table ``[vocab, hidden]`` as a constant, which a tied LM head reads too.
-
-    A quantized table stays packed, with offsets subtracted from its values, unless the difference is no int8.
-    """
-    name = embedding_name(model)
-    table = weights.matrix(name)
-    plain = table.with_integer_values() if isinstance(table, PackedWeight) else None
-    if plain is not None:
-        return dequantized(graph, EMBEDDING.removesuffix(".weight"), plain)
-    return graph.constant(EMBEDDING, weights(name))
-
-
-def embed(graph: Graph, table: Any, input_ids: Any, model: ModelConfig) -> Any:
-    """Look up the rows of token ids ``[B, s]`` int32: ``[B, s, hidden]``, scaled where the model scales them."""
-    return scaled_embedding(graph, graph.op("model.embed_tokens", "gather", table, input_ids, 0), model)
+from trt_kvcache.model.tensor_shapes import HEAD, final_norm_bias_name, final_norm_name
 
 
 def scaled_embedding(graph: Graph, rows: Any, model: ModelConfig) -> Any:

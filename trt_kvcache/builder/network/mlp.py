@@ -2,21 +2,18 @@
 
 from typing import Any
 
-from trt_kvcache.builder.network.activations import gelu_tanh, relu2, silu
+from trt_kvcache.builder.network.activations import ACTIVATIONS
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import linear
 from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.model import MlpConfig
 
-#: Activations by their names in configurations.
-_ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
-
 
 def mlp(graph: Graph, x: Any, weights: LayerWeights, module: str, config: MlpConfig) -> Any:
     """Apply an MLP to ``[B, s, hidden]``; the caller adds the residual. ``module`` names layers without weights."""
     assert isinstance(config.activation, str)
-    activation = _ACTIVATIONS[config.activation]
+    activation = ACTIVATIONS[config.activation]
     if not config.gated:
         activated = activation(graph, module, linear(graph, x, weights, "up", bias=config.bias))
         return linear(graph, activated, weights, "down", bias=config.bias)

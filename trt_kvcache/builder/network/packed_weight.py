@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.errors import BuildError
@@ -25,6 +26,9 @@ NATIVE_TYPES = {"e2m1": "float4_e2m1fn"}
 
 #: The dtypes of scales of those.
 _NATIVE_SCALES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu))
+
+#: Values of an embedding that are converted at a time.
+_CHUNK = 1 << 20
 
 #: Subtracted from unsigned values.
 _MIDDLES = {"uint4": 8, "uint8": 128}
@@ -61,9 +65,15 @@ class PackedWeight:
             return None
         if self.offsets is None:
             return self
-        exact = self.values.astype(np.float32) - np.repeat(self.offsets, self.block[1], axis=1)
-        whole = exact.astype(np.int8)
-        return replace(self, values=whole, offsets=None) if (whole == exact).all() else None
+        whole = np.empty(self.values.shape, np.int8)
+        for rows in row_slices(
+            len(whole), self.values.shape[1], _CHUNK
+        ):  # a table of per-layer embeddings is the largest weight of a model
+            exact = self.values[rows].astype(np.float32) - np.repeat(self.offsets[rows], self.block[1], axis=1)
+            whole[rows] = exact
+            if (whole[rows] != exact).any():
+                return None
+        return replace(self, values=whole, offsets=None)
 
     @classmethod
     def of(cls, name: str, parts: Sequence[QuantizedWeight], *, has_fp4: bool = False) -> PackedWeight:
