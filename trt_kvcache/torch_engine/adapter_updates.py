@@ -27,12 +27,9 @@ class UpdatedOutputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterUpdate:
-    """The sum of a linear map with ``b @ a``, of which a token takes the ranks of its adapter. ``owners``: the adapter of each rank.
+    """The sum of a linear map with ``b @ a``, of which a token takes the ranks of its adapter. ``owners``: the adapter of each rank."""
 
-    The ranks of an adapter are padded to a multiple of 8, by zeros. The tensors after ``owners`` are for our kernels: see
-    :class:`~trt_kvcache.kernels.adapter_kernels.UpdateTensors`.
-    """
-
+    # The ranks of an adapter are padded to a multiple of 8, by zeros. Tensors are as in kernels.adapter_kernels.UpdateTensors.
     a: torch.Tensor  # [ranks, in]
     products: tuple[UpdatedOutputs, ...]  # views of b
     owners: tuple[int, ...]

@@ -49,7 +49,19 @@ NAMES = ("sql", None, "poems")
 TOLERANCE = {"float32": 2e-5, "float16": 0.05, "bfloat16": 0.1}
 
 #: Fused tensors, values that are keys, RoPE in adjacent pairs, two mixers in a layer, states of each kind, and plain ones.
-FAMILIES = ("phi3-long", "falcon_h1", "gemma4", "gemma4-ple", "ernie4_5", "qwen3_next", "lfm2", "bamba", "llama-linear", "cohere2", "qwen2-tied")
+FAMILIES = (
+    "phi3-long",
+    "falcon_h1",
+    "gemma4",
+    "gemma4-ple",
+    "ernie4_5",
+    "qwen3_next",
+    "lfm2",
+    "bamba",
+    "llama-linear",
+    "cohere2",
+    "qwen2-tied",
+)
 
 
 @dataclass
