@@ -356,6 +356,16 @@ def _draft_models(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield f"tokens per second with drafts / without: {what}", f"{row['ratio']:.2f} ({row['with_drafts']:.0f})", limit
 
 
+def _draft_trees(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in content["verify"]:
+        slots = "1 sequence" if row["batch"] == 1 else f"{row['batch']} sequences"
+        what = f"`verify` of a tree of {row['tokens']} tokens / of one token, Llama-3-8B, {slots}"
+        yield what, f"{row['tree_ms'] / row['decode_ms']:.2f} ({row['tree_ms']:.2f} ms; a chain {row['chain_ms']:.2f} ms)", ""
+    for row in content["propose"]:
+        slots = "1 sequence" if row["batch"] == 1 else f"{row['batch']} sequences"
+        yield f"an EAGLE-3 head generates a tree of {row['tokens']} tokens, {slots}", f"{row['propose_ms']:.1f} ms", ""
+
+
 def _adapters(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     which = f"Llama-3-8B with {content['adapters']} adapters of rank {content['rank']}"
     for row in content["rows"]:
@@ -608,6 +618,7 @@ _FILES = {
     "drafts": _drafts,
     "drafts_host": _drafts,
     "draft_models": _draft_models,
+    "draft_trees": _draft_trees,
     "adapters": _adapters,
     "build": _build,
     "build_packed": _build_packed,

@@ -97,6 +97,18 @@ def test_draft_models(tmp_path, monkeypatch):
     assert found[0][0].endswith("with an EAGLE-3 head, 2 sequences, drafts of up to 2, 0.6 of their tokens right")
 
 
+@pytest.mark.slow  # as for draft_models.py
+def test_draft_trees(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    result = measured("draft_trees.py", tmp_path / "draft_trees.json", "--quick", "--batches", "2", "--sizes", "4,9")
+    assert [(row["batch"], row["tokens"]) for row in result["verify"]] == [(2, 4), (2, 9)]
+    assert [row["tokens"] for row in result["propose"]] == [4, 9]
+    assert all(row["propose_ms"] > 0 < row["proposals"] for row in result["propose"])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    found = [*importlib.import_module("tables")._draft_trees(result)]
+    assert found[0][0] == "`verify` of a tree of 4 tokens / of one token, Llama-3-8B, 2 sequences"
+
+
 def test_segments(tmp_path):
     result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
     eager = result["eager_us"]
