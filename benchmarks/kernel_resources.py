@@ -23,7 +23,14 @@ HEAD_DIM = 128
 
 VARIANTS = (
     *(f"attention_{source}-float16-{HEAD_DIM}{kv}" for source in ("decode", "decode_few", "prefill") for kv in ("", "-int8")),
-    *("linear-float16-8", "linear-float16-16", "decoder_layer", "embedding"),
+    *(
+        f"attention_prefill-float16-{HEAD_DIM}-tree",
+        "linear-float16-8",
+        "linear-float16-16",
+        "linear_adapters",
+        "decoder_layer",
+        "embedding",
+    ),
     *("linear_experts-bfloat16-8", "linear_packed_experts-bfloat16-8-e2m1-uint8", "router"),
     *(f"linear_packed-bfloat16-{rows}-{stored}" for rows in (8, 16) for stored in ("int4-float16", "int8-bfloat16", "e4m3-float32")),
     *(f"linear_packed-bfloat16-{rows}-e2m1-float8_e4m3fn" for rows in (8, 16)),

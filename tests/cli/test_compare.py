@@ -170,8 +170,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise ConfigError(NOT_64)
         return nullcontext(source)
 
-    monkeypatch.setattr("trt_kvcache.polygraphy.runners.SessionRunner", lambda source, name: f"{name} {source.options.attention}")
-    monkeypatch.setattr("trt_kvcache.polygraphy.runners.RecomputeRunner", lambda source, name: f"{name} {source.options.attention}")
+    monkeypatch.setattr("trt_kvcache.polygraphy.runners.SessionRunner", lambda source, name, adapter: f"{name} {source.options.attention}")
+    monkeypatch.setattr("trt_kvcache.polygraphy.runners.RecomputeRunner", lambda source, name, adapter: f"{name} {source.options.attention}")
     monkeypatch.setattr("trt_kvcache.polygraphy.path_comparison.compare_paths", note)
     monkeypatch.setattr("trt_kvcache.cli.session_flags.open_session", open_session)
     monkeypatch.setattr(compare_module, "why_no_tensorrt", lambda flavour: None)

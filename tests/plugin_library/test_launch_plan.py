@@ -57,7 +57,7 @@ def python_plan(arch, dtype, kv_dtype, batch, width, tokens, kv_heads, group, he
     call = SimpleNamespace(
         q=SimpleNamespace(shape=(batch, width, kv_heads * group, head_dim), dtype=dtype),
         cache=SimpleNamespace(shape=(batch, 2, kv_heads, tokens, head_dim)),
-        k="some", kv_scales=kv_dtype, group=group, memory=memory,
+        k="some", ancestors=None, kv_scales=kv_dtype, group=group, memory=memory,
     )  # fmt: skip
     decode = _decode_plan(call)
     if decode is not None:

@@ -91,7 +91,7 @@ def test_the_verification_of_drafts_enqueues_once_and_commits_once():
         session.accept([0, 1])
         calls = calls_of(session, lambda: session.verify([[6, 7, 8], [9]]))
         assert names(calls) == ["upload", "use_profile", "enqueue", "download", "synchronize"]
-        assert calls_of(session, lambda: session.accept([1, 0])) == [("commit", [1, 0], stream)]
+        assert calls_of(session, lambda: session.accept([1, 0])) == [("commit", (1, 0), stream)]
         session.verify([[6, 7, 8], [9]])
     assert session.cache.memory.live_nbytes == live
 

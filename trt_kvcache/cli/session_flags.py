@@ -109,7 +109,7 @@ DraftTreeOption = Annotated[
         max=MAX_TREE_TOKENS,
         metavar="TOKENS",
         help="Drafts of --draft MODEL as trees of at most this number of tokens, the token before them included, which propose several "
-        "tokens for a position. NumPy only. Default: chains.",
+        "tokens for a position. Not with TensorRT. Default: chains.",
         rich_help_panel=_PANEL,
     ),
 ]
