@@ -20,25 +20,23 @@ class StepPositions:
     """Positions of the new tokens, which :meth:`update` computes in each step. ``start`` is a view: its values change with the lengths."""
 
     def __init__(self, start: npt.NDArray[np.int32], width: int) -> None:
-        self._start, self._width = start, width
+        self._start, self._tokens = start, np.arange(width)
         #: ``[A, s]``.
         self.positions = np.zeros((len(start), width), np.int64)
         #: int64 ``[A, s]``: the ancestors of each token and itself, as bits; None in a step of chains.
         self.ancestors: DeviceTensor | None = None
-        self._depths = self.positions
+        self._depths: npt.NDArray[np.int64] = self._tokens
         self._sees: npt.NDArray[np.bool_] | None = None
 
     def update(self, ancestors: DeviceTensor | None) -> None:
         """Compute the positions of a step."""
-        tokens = np.arange(self._width)
         self.ancestors = ancestors
         if ancestors is None:
-            self._sees = None
-            self._depths = np.broadcast_to(tokens, (len(self._start), self._width))
+            self._sees, self._depths = None, self._tokens
         else:
             memory = ancestors.memory
             assert isinstance(memory, HostMemory)
-            self._sees = (memory.array(ancestors)[:, :, None] >> tokens & 1).astype(bool)
+            self._sees = (memory.array(ancestors)[:, :, None] >> self._tokens & 1).astype(bool)
             self._depths = self._sees.sum(axis=-1) - 1
         self.positions = self._start[:, None] + self._depths
 

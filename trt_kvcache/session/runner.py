@@ -228,7 +228,7 @@ class Runner:
             self.overwrite_states()  # the engine writes into the buffer that still has them
         if self._slot_adapters is not None:
             self._slot_adapters.write(self._adapters[chunk.first : chunk.end], stream=self.stream)
-        if self._ancestors is not None:
+        if self._ancestors is not None and (parents is not None or self._ancestors.in_use):
             self._ancestors.write(parents, chunk.width, stream=self.stream)
         if self.hidden_inputs is not None:
             self.hidden_inputs.load(self._starts(chunk), chunk, stream=self.stream)
