@@ -58,6 +58,9 @@ def test_the_model_has_all_features_of_attention():
     """But two: weights that share a stored tensor or are reordered, which families have, as they have the other parts of layers."""
     others = {
         "experts",
+        "branch_norms",
+        "router_norm",
+        "expert_scale",
         "shared_expert",
         "latent_experts",
         "fused_tensors",

@@ -1,6 +1,7 @@
-"""Updates of products of a few rows by LoRA adapters, of which each slot has its own or none.
+"""Updates of products of a few rows by LoRA adapters. Each slot has its own adapter or none.
 
-A and B of all adapters of a map are concatenated along the ranks. The ranks of an adapter are padded to a multiple of 8.
+The A matrices of all adapters of one linear layer are concatenated along the ranks, and so are the B matrices. The ranks of an adapter are
+padded to a multiple of 8.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class TensorRTEngine(GraphEngine):
     cuda_graphs : bool
         True to run decode steps as CUDA graphs: see :meth:`open`.
     adapters : AdapterSet, optional
-        Adapters of the model, of which each slot of a step takes the one that :attr:`slot_adapters` names for it. For an engine that was
+        Adapters of the model, of which each slot of a step takes the one that ``slot_adapters`` names for it. For an engine that was
         built with ``adapters_rank``.
 
     Attributes
