@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.assertions import raises
-from trt_kvcache._util.checks import as_int, int_in_range, layer_index, one_of, slot_index
+from trt_kvcache._util.checks import as_int, as_sequence, int_in_range, layer_index, one_of, slot_index
 from trt_kvcache.errors import ConfigError, LayerIndexError, RangeError, ShapeError, SlotError
 
 NO_INTEGERS = [1.0, "1", None, True, False, np.True_, [1], np.array([1, 2])]
@@ -81,3 +81,14 @@ def test_an_index_is_an_integer(value):
     for check, error in ((slot_index, SlotError), (layer_index, LayerIndexError)):
         with pytest.raises(error, match="expected an integer, got "):
             check(value, 3)
+
+
+@pytest.mark.parametrize("value", [(), [3], np.array([3]), np.zeros((2, 2)), range(2)])
+def test_sequences(value):
+    assert as_sequence("rows", value) is value
+
+
+@pytest.mark.parametrize("value", ["ab", b"ab", 3, None, {3}, iter([3]), np.array(3), np.int64(3)])
+def test_what_is_no_sequence(value):
+    with pytest.raises(ShapeError, match=f"^rows: expected a sequence, got {type(value).__name__}"):
+        as_sequence("rows", value)

@@ -165,13 +165,18 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.extend(paths)
         raise ConfigError("enough seen")
 
+    def note_path(source: SessionSource, name: str, adapter: str | None) -> str:
+        return f"{name} {source.options.attention}"
+
     def open_session(source: SessionSource) -> Any:
         if source.options.attention == "plugin" and source.folder == MODEL:
             raise ConfigError(NOT_64)
         return nullcontext(source)
 
-    monkeypatch.setattr("trt_kvcache.polygraphy.runners.SessionRunner", lambda source, name, adapter: f"{name} {source.options.attention}")
-    monkeypatch.setattr("trt_kvcache.polygraphy.runners.RecomputeRunner", lambda source, name, adapter: f"{name} {source.options.attention}")
+    monkeypatch.setattr("trt_kvcache.polygraphy.runners.SessionRunner", note_path)
+    monkeypatch.setattr(
+        "trt_kvcache.polygraphy.runners.RecomputeRunner", lambda source, name, adapter: f"{name} {source.options.attention}"
+    )
     monkeypatch.setattr("trt_kvcache.polygraphy.path_comparison.compare_paths", note)
     monkeypatch.setattr("trt_kvcache.cli.session_flags.open_session", open_session)
     monkeypatch.setattr(compare_module, "why_no_tensorrt", lambda flavour: None)

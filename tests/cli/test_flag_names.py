@@ -32,6 +32,7 @@ def test_flags_are_those_that_typer_makes():
     [
         ("max_batch_size: expected at most 4.", "--max-batch-size: expected at most 4."),
         ("a: exceeds max_batch_size=4. Give max_batch_size.", "a: exceeds --max-batch-size=4. Give --max-batch-size."),
+        ("adapters_modules: expected adapters_rank with it.", "--adapters-module: expected --adapters-rank with it."),
         ("build with embed_weights=True.", "build with --embed-weights."),
         ("dtype: expected float16, got dtype.", "--dtype: expected float16, got dtype."),
         ("/a/config.json: dtype: wrong", "/a/config.json: dtype: wrong"),

@@ -17,6 +17,12 @@ def test_depths() -> None:
     assert (DraftTree((), ()).depth, DraftTree((), ()).is_chain) == (0, True)
 
 
+@pytest.mark.parametrize(("tokens", "parents"), [([7], None), (5, [-1])])
+def test_what_is_no_sequence(tokens: object, parents: object) -> None:
+    with pytest.raises(ShapeError, match=r"^DraftTree\.(tokens|parents): expected a sequence, got (int|NoneType)"):
+        DraftTree(tokens, parents)  # type: ignore[arg-type]
+
+
 def test_a_chain_is_a_tree() -> None:
     chain = DraftTree.chain([4, 4, 6])
     assert (chain.parents, chain.depths, chain.is_chain) == ((-1, 0, 1), (1, 2, 3), True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model
 from tests.helpers.recording import poison
@@ -242,6 +243,12 @@ def test_what_cannot_draft_is_refused_and_leaves_nothing_open(
     assert text in str(error.value)
     assert made or kind is CheckpointError  # a folder that is not there is noticed before the large model is opened
     assert all(memory.live_nbytes == 0 for memory in made)
+
+
+def test_a_model_with_fewer_token_ids_is_refused(opens: Open, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "few", vocab_size=29)
+    with raises(ConfigError, "draft", expected="at least the 37 token ids", got="29"):
+        opens(folder)
 
 
 @pytest.mark.parametrize("draft", [3, "", ["ngram"]])

@@ -169,8 +169,8 @@ class TestRefusals:
             session.prefill([[1, 2]])
             assert refuse(session, ConfigError, lambda: session.score([[1, 2]])) == (
                 "score: expected an engine with the logits of 2 new tokens per slot or more, got one with those of 1. Build it with "
-                "max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it; "
-                "the NumPy and PyTorch engines have them without."
+                "max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it. "
+                "The NumPy and PyTorch engines have up to 64, but not more than max_prefill_length."
             )
 
     @pytest.mark.parametrize(

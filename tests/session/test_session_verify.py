@@ -206,8 +206,8 @@ class TestRefusals:
             session.prefill([[1, 2]])
             assert refuse(session, ConfigError, lambda: session.verify([[3, 4, 5]])) == (
                 "verify: expected an engine with the logits of 3 new tokens per slot or more, got one with those of 1. Build it with "
-                "max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it; "
-                "the NumPy and PyTorch engines have them without."
+                "max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it. "
+                "The NumPy and PyTorch engines have up to 64, but not more than max_prefill_length."
             )
             np.testing.assert_array_equal(session.verify([[3]]), [[logits_after([1, 2, 3])]])  # one it has
 
@@ -219,7 +219,7 @@ class TestRefusals:
             ([[1] * 6, [1], [1]], ConfigError, r"verify: expected an engine with the logits of 6 .*, got one with those of 5\..*"),
             ([[1], [VOCAB], [1]], RangeError, rf"tokens\[1\]\[0\]: expected an integer from 0 to {VOCAB - 1}, got {VOCAB}."),
             ([1, 2, 3], ShapeError, r"tokens\[0\]: expected a sequence of token ids, got int\."),
-            ("abc", ShapeError, r"tokens: expected a sequence of token ids for each active slot, got str\."),
+            ("abc", ShapeError, r"tokens: expected a sequence, got str\."),
         ],
     )
     def test_rows_that_cannot_be_run(self, rows, kind, message) -> None:

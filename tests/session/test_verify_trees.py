@@ -218,6 +218,7 @@ class TestRefusals:
             ([[-1, 0, 0, 2.0, 2], [-1], [-1, 0, 1]], RangeError, "parents[0][3]: expected an integer, got 2.0."),
             ([-1, -1, -1], ShapeError, "parents[0]: expected a sequence, got int."),
             ("abc", ShapeError, "parents: expected a sequence, got str."),
+            (np.array(5), ShapeError, "parents: expected a sequence, got ndarray."),
         ],
     )
     def test_parents_that_are_no_trees(self, parents: Any, kind: Any, message: str) -> None:
@@ -235,6 +236,7 @@ class TestRefusals:
             ([[0, 5], [0], [0]], RangeError, "paths[0][1]: expected an integer from 0 to 4, got 5."),
             ([[0], 0, [0]], ShapeError, "paths[1]: expected a sequence, got int."),
             (3, ShapeError, "paths: expected a sequence, got int."),
+            ([np.array(0), [0], [0]], ShapeError, "paths[0]: expected a sequence, got ndarray."),
         ],
     )
     def test_indices_that_are_no_paths(self, paths: Any, kind: Any, message: str) -> None:

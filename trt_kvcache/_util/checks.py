@@ -2,12 +2,14 @@
 
 import operator
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
+
 from trt_kvcache._util.short_repr import short_repr
-from trt_kvcache.errors import ConfigError, KVCacheError, LayerIndexError, RangeError, SlotError
+from trt_kvcache.errors import ConfigError, KVCacheError, LayerIndexError, RangeError, ShapeError, SlotError
 
 
 def as_int(what: str, value: Any, *, error: type[KVCacheError] = RangeError) -> int:
@@ -18,6 +20,13 @@ def as_int(what: str, value: Any, *, error: type[KVCacheError] = RangeError) -> 
         return operator.index(value)
     except TypeError:
         raise error(f"{what}: expected an integer, got {short_repr(value)}.") from None
+
+
+def as_sequence(what: str, value: Any) -> Sequence[Any]:
+    """Return a sequence or an array of one or more dimensions as it is; a text is neither."""
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0:
+        raise ShapeError(f"{what}: expected a sequence, got {type(value).__name__}.")
+    return value  # type: ignore[return-value]  # NumPy arrays index as sequences do
 
 
 def int_in_range(what: str, value: Any, low: int, high: int | None = None, *, error: type[KVCacheError] = RangeError) -> int:

@@ -204,7 +204,7 @@ class BuildOptions:
         self._normalize("timing_cache", Path)
         self._normalize("quantize", lambda text: str(Quantization.parse(text)))
         self._normalize("adapter", adapter_folder)
-        self._normalize("adapters_rank", partial(int_in_range, "adapters_rank", low=1, high=MAX_DIMENSION, error=ConfigError))
+        self._normalize("adapters_rank", partial(int_in_range, "adapters_rank", low=1, high=MAX_DIMENSION - 7, error=ConfigError))
         self._normalize("adapters_modules", _as_modules)
         self._check_adapters()
 
@@ -287,7 +287,7 @@ def _as_operations(given: Mapping[str, str]) -> dict[str, str]:
 
 def _as_modules(given: Sequence[str]) -> tuple[str, ...]:
     """Return the ends of names of modules as a tuple; a string is one. The model says later which it has."""
-    modules = (given,) if isinstance(given, str) else tuple(given)
+    modules = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
     if not modules or not all(isinstance(one, str) for one in modules):
         raise ConfigError(f'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got {given!r}.')
     return modules

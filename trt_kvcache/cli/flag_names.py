@@ -13,7 +13,12 @@ from typer.models import OptionInfo
 from trt_kvcache.session.session_options import SessionOptions
 
 #: Arguments of the package whose option has another name.
-_OTHER_NAMES = {"api_keys": "api_key_file", "any_host": "allow_anyone", "compute_capabilities": "compute_capability"}
+_OTHER_NAMES = {
+    "api_keys": "api_key_file",
+    "any_host": "allow_anyone",
+    "compute_capabilities": "compute_capability",
+    "adapters_modules": "adapters_module",
+}
 
 #: Options of one word: they are replaced only at the beginning of a message, as the word is common in texts.
 _AT_BEGINNING = {field.name for field in fields(SessionOptions)} | {"host", "port"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.checks import as_sequence, int_in_range
 from trt_kvcache.errors import ShapeError
 
 
@@ -24,7 +24,7 @@ class DraftTree:
     Raises
     ------
     ShapeError
-        There are more or fewer parents than tokens.
+        There are more or fewer parents than tokens, or one of them is no sequence.
     RangeError
         A parent is no index of an earlier token, or -1.
 
@@ -41,8 +41,9 @@ class DraftTree:
     parents: Sequence[int]
 
     def __post_init__(self) -> None:
-        tokens = tuple(int_in_range(f"DraftTree.tokens[{index}]", token, 0) for index, token in enumerate(self.tokens))
-        parents = tuple(int_in_range(f"DraftTree.parents[{index}]", parent, -1, index - 1) for index, parent in enumerate(self.parents))
+        given = as_sequence("DraftTree.tokens", self.tokens), as_sequence("DraftTree.parents", self.parents)
+        tokens = tuple(int_in_range(f"DraftTree.tokens[{index}]", token, 0) for index, token in enumerate(given[0]))
+        parents = tuple(int_in_range(f"DraftTree.parents[{index}]", parent, -1, index - 1) for index, parent in enumerate(given[1]))
         if len(tokens) != len(parents):
             raise ShapeError(f"DraftTree: expected a parent for each of {len(tokens)} tokens, got {len(parents)}.")
         object.__setattr__(self, "tokens", tokens)

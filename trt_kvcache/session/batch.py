@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.checks import slot_index
+from trt_kvcache._util.checks import as_sequence, slot_index
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import CapacityError, RangeError, ShapeError
@@ -25,7 +25,7 @@ from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.statistics import SessionStatistics, StepCounters
 from trt_kvcache.session.step_plan import LogitsWanted, Rows, StepPlan
-from trt_kvcache.session.tree_checks import checked_counts, checked_paths, checked_sequence
+from trt_kvcache.session.tree_checks import checked_counts, checked_paths
 
 Logits = np.ndarray[Any, Any]
 
@@ -438,7 +438,7 @@ class Batch:
         verified = self._runner.uncommitted
         if not isinstance(verified, StepPlan):
             raise RangeError("accept: expected a verify before it, and no other change of the sequences since. Call verify again.")
-        self._check_one_each(what, len(checked_sequence(what, given)))
+        self._check_one_each(what, len(as_sequence(what, given)))
         paths = check(given, verified)
         with self._runner.work():
             self.commit_paths(verified, self.held, paths)

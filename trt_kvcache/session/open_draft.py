@@ -100,6 +100,11 @@ def _check(draft: str, small: SessionParts, parts: SessionParts) -> None:
         )
     if _vocabulary(small.tokenizer) != _vocabulary(parts.tokenizer):
         raise ConfigError(f"draft: {draft}: expected a model with the tokenizer of the large one, got one with another vocabulary.")
+    if parts.tokenizer is None and small.model.vocab_size < parts.model.vocab_size:
+        raise ConfigError(
+            f"draft: {draft}: expected a model with at least the {parts.model.vocab_size} token ids of the large one, "
+            f"got one with {small.model.vocab_size}."
+        )
 
 
 def _tree_tokens(options: SessionOptions) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache._util.checks import int_in_range, slot_index
+from trt_kvcache._util.checks import as_sequence, int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache._util.progress import Progress
 from trt_kvcache.cache.cache import Cache
@@ -696,9 +696,7 @@ class InferenceSession(Uncopyable):
         ((1, 4, 320), (5, 6, 7, 8, 10, 11))
         """
         self._check_open()
-        if isinstance(tokens, str) or not isinstance(tokens, (Sequence, np.ndarray)):
-            raise ShapeError(f"tokens: expected a sequence of token ids for each active slot, got {type(tokens).__name__}.")
-        rows = [self._prompts.tokens(f"tokens[{slot}]", row) for slot, row in enumerate(tokens)]
+        rows = [self._prompts.tokens(f"tokens[{slot}]", row) for slot, row in enumerate(as_sequence("tokens", tokens))]
         if not any(rows):
             raise ShapeError("tokens: expected at least one token of an active slot, got none.")
         trees = None if parents is None else checked_parents(parents, rows)
@@ -850,8 +848,8 @@ class InferenceSession(Uncopyable):
         if count > known:
             raise ConfigError(
                 f"{what}: expected an engine with the logits of {count} new tokens per slot or more, got one with those of {known}. "
-                "Build it with max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it; "
-                "the NumPy and PyTorch engines have them without."
+                "Build it with max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it. "
+                "The NumPy and PyTorch engines have up to 64, but not more than max_prefill_length."
             )
 
     # --- generate ---

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from trt_kvcache._util.checks import as_int, int_in_range
+from trt_kvcache._util.checks import as_int, as_sequence, int_in_range
 from trt_kvcache.errors import RangeError, ShapeError
 from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.session.step_plan import Rows, StepPlan
@@ -15,7 +13,7 @@ from trt_kvcache.session.step_plan import Rows, StepPlan
 
 def checked_parents(parents: Any, rows: Rows) -> Rows | None:
     """Return the parents of the tokens of each row, -1 for the root, its first one; None if all rows are chains."""
-    given = checked_sequence("parents", parents)
+    given = as_sequence("parents", parents)
     if len(given) != len(rows):
         raise ShapeError(f"parents: expected one sequence for each of {len(rows)} rows of tokens, got {len(given)}.")
     found = [_parents_of(slot, of_slot, len(row)) for slot, (of_slot, row) in enumerate(zip(given, rows, strict=True))]
@@ -28,7 +26,7 @@ def checked_parents(parents: Any, rows: Rows) -> Rows | None:
 
 
 def _parents_of(slot: int, parents: Any, count: int) -> list[int]:
-    given = checked_sequence(f"parents[{slot}]", parents)
+    given = as_sequence(f"parents[{slot}]", parents)
     if len(given) != count:
         raise ShapeError(f"parents[{slot}]: expected one parent for each of {count} tokens, got {len(given)}.")
     found = [as_int(f"parents[{slot}][{index}]", parent) for index, parent in enumerate(given)]
@@ -63,7 +61,7 @@ def checked_paths(paths: Sequence[Any], verified: StepPlan) -> Rows:
 
 def _path_of(slot: int, path: Any, parents: Sequence[int]) -> list[int]:
     found, before = list[int](), -1
-    for place, index in enumerate(checked_sequence(f"paths[{slot}]", path)):
+    for place, index in enumerate(as_sequence(f"paths[{slot}]", path)):
         name = f"paths[{slot}][{place}]"
         if not parents:
             raise RangeError(f"{name}: expected nothing, as no token of this slot was run, got {index}.")
@@ -77,10 +75,3 @@ def _path_of(slot: int, path: Any, parents: Sequence[int]) -> list[int]:
 
 def _known_parents(verified: StepPlan, slot: int) -> Sequence[int]:
     return range(-1, len(verified.rows[slot]) - 1) if verified.parents is None else verified.parents[slot]
-
-
-def checked_sequence(name: str, given: Any) -> Sequence[Any]:
-    """Return an argument that is a sequence or an array."""
-    if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray):
-        raise ShapeError(f"{name}: expected a sequence, got {type(given).__name__}.")
-    return given  # type: ignore[return-value]  # NumPy arrays index as sequences do

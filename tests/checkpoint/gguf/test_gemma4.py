@@ -109,6 +109,7 @@ def test_other_factors_of_frequencies_are_refused(tmp_path: Path, factors: list[
             put("feed_forward_length", [28] * 5 + [56]),
             "gemma4.feed_forward_length: expected 28, or twice that in the 2 layers",
         ),
+        ("gemma4-ple", put("attention.shared_kv_layers", 2**32 - 1), "gemma4.feed_forward_length: expected 28, or twice that in the"),
         ("gemma4-ple", put("feed_forward_length", 28), "model.layers.4.mlp.gate_proj.weight of shape (28, 48) by model.gguf, got (56, 48)"),
         ("gemma4-ple", put("embedding_length_per_layer_input", 0), "tensor(s) that a gemma4_text model by model.gguf does not use"),
     ],

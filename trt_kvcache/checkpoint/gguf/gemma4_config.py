@@ -56,7 +56,7 @@ def _mlp(metadata: Metadata, layers: int, shared: int) -> Config:
     key = metadata.own("feed_forward_length")
     widths = metadata.integers(key, layers)
     width, is_wide = widths[0] if widths else 0, len(set(widths)) > 1
-    if is_wide and widths != [width] * (layers - shared) + [2 * width] * shared:
+    if is_wide and not all(one == (width if layer < layers - shared else 2 * width) for layer, one in enumerate(widths)):
         raise metadata.refusal(key, f"{width}, or twice that in the {shared} layers that read K and V of others")
     return {"intermediate_size": width, "use_double_wide_mlp": is_wide}
 
