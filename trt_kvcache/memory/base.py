@@ -273,9 +273,9 @@ class Memory(Protocol):
         Parameters
         ----------
         destination, source : DeviceTensor (n, ...)
-            Contiguous, with rows of the same shape and dtype. They may be one tensor if the moves do not overlap.
+            Contiguous, with rows of the same shape and dtype. They may be one tensor if no move overlaps itself.
         moves : sequence of (int, int, int)
-            First row of the destination, first row of the source, and number of rows. One copy each.
+            First row of the destination, first row of the source, and number of rows. One copy each, in this order.
         stream : cuda.core.Stream or GraphBuilder, or HostStream
             The copies are ordered on it.
 

@@ -90,7 +90,7 @@ class AdapterSet:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Ends of the names of all modules that they change, as ``target_modules`` of PEFT has them, such as ``"q_proj"``."""
+        """Name suffixes of the modules that the adapters change, such as ``"q_proj"``, as in PEFT's ``target_modules``."""
         return tuple(dict.fromkeys(module.rpartition(".")[2] for name in self.names for module in self.changed(name)))
 
     def nbytes(self, dtype: str) -> int:
