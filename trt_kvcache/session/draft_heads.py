@@ -1,4 +1,4 @@
-"""Draft heads by the value of ``draft=``: the hidden states that the engine of the large model returns for them."""
+"""For the draft head that ``draft=`` names: the hidden states that the large model's engine returns."""
 
 from __future__ import annotations
 
