@@ -94,6 +94,12 @@ EAGLE3_EMBEDDING_NORM = "model.layers.0.input_layernorm.weight"
 EAGLE3_HIDDEN_NORM = "model.layers.0.hidden_norm.weight"
 EAGLE3_PROJECTION = "fc.weight"
 
+#: Linear maps of an assistant: from the embedding of a token and a hidden state of the model, side by side, and back to such a state; the
+#: centroids of its clusters of token ids.
+PRE_PROJECTION = "pre_projection.weight"
+POST_PROJECTION = "post_projection.weight"
+CENTROIDS = "masked_embedding.centroids.weight"
+
 #: Prefix of the layers and the final norm of a model whose MTP head is read.
 _OF_MODEL = "(model)."
 
