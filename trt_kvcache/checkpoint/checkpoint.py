@@ -185,8 +185,8 @@ class Checkpoint:
         Returns
         -------
         Checkpoint
-            A model of one layer: ``mtp.layers.0`` is ``model.layers.0``, ``mtp.norm`` the final norm, and embedding and head are those
-            of the model. Its :attr:`ModelConfig.merge_norm` is set, for ``mtp.fc`` and the norms of its input.
+            A model of one layer, or of one or two of Nemotron-H: ``mtp.layers.0`` is ``model.layers.0``, ``mtp.norm`` the final norm, and
+            embedding and head are those of the model. Its :attr:`ModelConfig.merge_norm` is set, for ``mtp.fc`` and the norms of its input.
 
         Raises
         ------

@@ -74,9 +74,7 @@ class Merge:
 class TorchWeights:
     """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one tensor if they are tied.
 
-    An assistant has the embedding of its model, which is wider than its head.
-
-    ``embedding_factor`` multiplies rows of the embedding. ``is_packed``: some matrices are packed.
+    An assistant has the embedding of its model. ``embedding_factor`` multiplies its rows. ``is_packed``: some matrices are packed.
     """
 
     embedding: torch.Tensor
