@@ -58,8 +58,7 @@ def decoder_step(
 ) -> Float32:
     """Return the logits ``[A * m, vocab]`` of the tokens ``last [A, m]`` of the right-padded ``input_ids [A, s]``.
 
-    ``rows``: of ids past the vocabulary. ``hidden_states`` are written, of ``hidden_layers``, as they are or times ``reduction``. ``clusters``:
-    token ids of an assistant.
+    ``rows``: of ids past the vocabulary. ``hidden_states`` are written, of ``hidden_layers``, or these times ``reduction``.
     """
     hidden = embedded(config, weights, input_ids, dtype, rows)
     mixer_input: Float32 | None = None
