@@ -170,6 +170,33 @@ def test_slots_that_move_are_read_where_they_are(opens: Open, ring: Path, ring_a
     assert session.statistics.acceptance_rate == 1
 
 
+def test_a_step_of_the_assistant_that_fails_leaves_the_session_as_it_was(opens: Open, ring: Path, ring_assistant: Path) -> None:
+    session, prompts = opens(ring_assistant, ring), ring_prompts(3)
+    expected = by_prompt(opens(None, ring).generate(prompts, params()[:3]))
+    engine = drafter_of(session)._parts.engine
+    handles = [session.submit(prompt, one) for prompt, one in zip(prompts, params(), strict=False)]
+    for _ in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "enqueue", lambda stream: 1 / 0)
+            for _ in range(20):
+                try:
+                    session.step()
+                except ZeroDivisionError:
+                    break
+            else:
+                pytest.fail("no step had a draft")
+        session.step()
+    drain(session)
+    assert [list(handle.tokens) for handle in handles] == [tokens for tokens, _, _ in expected]
+    assert session.statistics.acceptance_rate == 1
+
+
+def test_it_runs_on_the_stream_of_the_session(opens: Open, assistant: Path) -> None:
+    """After the work that moves rows of its slots."""
+    session = opens(assistant)
+    assert drafter_of(session)._runner.stream is session._runner.stream
+
+
 def test_it_has_no_rows_of_its_own(opens: Open, assistant: Path) -> None:
     session = opens(assistant)
     before = session.cache.memory.live_nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.session.test_assistant_drafter import (  # noqa: E402
 )
 from tests.session.test_mtp_drafter import Open, drafter_of, params  # noqa: E402
 from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice  # noqa: E402
+from trt_kvcache import Checkpoint  # noqa: E402
 from trt_kvcache.torch_engine import engine  # noqa: E402
 
 
@@ -59,6 +61,12 @@ def compare_with_transformers(place: Path, folder: Path, clusters: tuple[int, in
         kind.from_pretrained(where, dtype=torch.float64, attn_implementation="eager")
         for kind, where in ((transformers.Gemma4ForCausalLM, folder), (transformers.Gemma4AssistantForCausalLM, place))
     )
+    own.float().save_pretrained(place / "saved")
+    own.double()
+    with Checkpoint.open_assistant(place / "saved") as saved, Checkpoint.open_assistant(place) as written:
+        assert replace(saved.config, dtype="float32") == written.config
+        assert saved.tensor_names == written.tensor_names
+        assert (saved.token_clusters is None) == (clusters is None)
     with torch.inference_mode():
         out = model(tokens, output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
         window = model.config.sliding_window
