@@ -1,4 +1,4 @@
-"""Drafts of a Gemma 4 assistant with the kernels, on the emulated device: attention that reads the cache of the model and writes nothing."""
+"""Drafts of a Gemma 4 assistant with the kernels, on the emulated device: attention that reads the cache of the model alone."""
 
 from __future__ import annotations
 
