@@ -405,6 +405,7 @@ def test_drafts_change_no_text_and_are_counted(run: Run):
     counts = found["statistics"]
     assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"]
     assert counts["acceptance_rate"] == counts["accepted_tokens"] / counts["draft_tokens"]
+    assert counts["mean_acceptance_length"] == 1 + counts["accepted_tokens"] / counts["drafts"]
     assert counts["decode_steps"] == expected["statistics"]["decode_steps"] - counts["accepted_tokens"]
     assert f", {counts['accepted_tokens']} of {counts['draft_tokens']} draft tokens accepted; cache " in done.err
     assert "draft" not in plain.err

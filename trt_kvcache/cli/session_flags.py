@@ -96,9 +96,9 @@ DraftOption = Annotated[
     typer.Option(
         metavar="ngram|mtp|MODEL",
         help="Speculative decoding: verify several proposed tokens in one step. The answers stay the same. ngram: prompt lookup, for "
-        "answers that repeat parts of the prompt. mtp: the multi-token prediction head in a model folder of Qwen3-Next or Qwen3.5. "
-        "MODEL: drafts of a small model with the same tokenizer, or of an EAGLE-3 head. An engine folder needs a build with "
-        "--max-logits-per-slot 17.",
+        "answers that repeat parts of the prompt. mtp: the multi-token prediction head in a model folder of Qwen3-Next, Qwen3.5 or "
+        "Nemotron-H. MODEL: drafts of a small model with the same tokenizer, of an EAGLE-3 head or of a Gemma 4 assistant. An engine "
+        "folder needs a build with --max-logits-per-slot 17.",
         rich_help_panel=_PANEL,
     ),
 ]

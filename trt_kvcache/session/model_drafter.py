@@ -46,7 +46,7 @@ class ModelDrafter:
         """Generate a draft for each sequence: first append the tokens that its slot lacks, then generate one token of all at a time."""
         limits = self._limits(sequences)
         drafted = [index for index, count in enumerate(limits) if count > 0]
-        slots = dict(zip(drafted, self._slots_of([sequences[index].request for index in drafted]), strict=True))
+        slots = dict(zip(drafted, self._slots_of([sequences[index] for index in drafted]), strict=True))
         drafts: list[Sequence[int] | DraftTree] = [() for _ in sequences]
         if not drafted:
             return drafts
@@ -73,8 +73,9 @@ class ModelDrafter:
         """Return the most tokens of a tree, all of which may run after the sequence."""
         return min(sequence.tree_limit, self._batch.max_sequence_length - sequence.num_tokens)
 
-    def _slots_of(self, requests: Sequence[Request]) -> list[int]:
-        """Return the slots of requests. A new request gets a free slot, else the slot of a request that has no draft in this step."""
+    def _slots_of(self, sequences: Sequence[DraftedSequence]) -> list[int]:
+        """Return the slots of sequences. A new request gets a free slot, else the slot of a request that has no draft in this step."""
+        requests = [one.request for one in sequences]
         known = {request: self._places[request][0] for request in requests if request in self._places}
         taken = {slot for slot, _ in self._places.values()}
         slots = range(self._parts.cache.max_batch_size)

@@ -18,6 +18,7 @@ from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREF
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.edge_llm import make_cache
+from trt_kvcache.cache.shared_rows import SharedRows, shared_config
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
@@ -42,7 +43,7 @@ from trt_kvcache.model.features import check_features
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
-from trt_kvcache.session.draft_heads import draft_head_folder, hidden_layers_for
+from trt_kvcache.session.draft_heads import assistant_folder, draft_head_folder, hidden_layers_for
 from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.session_options import DEFAULT_ATTENTION, MTP, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
@@ -97,8 +98,8 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
-    if options.draft == MTP or draft_head_folder(options.draft) is not None:
-        head = "'mtp'" if options.draft == MTP else "an EAGLE-3 head"
+    if options.draft == MTP or assistant_folder(options.draft) is not None or draft_head_folder(options.draft) is not None:
+        head = "'mtp'" if options.draft == MTP else "an EAGLE-3 head" if assistant_folder(options.draft) is None else "an assistant"
         raise ConfigError(
             f"draft: expected a model folder for {head}, got the engine folder {path}. InferenceSession.from_model opens one."
         )
@@ -289,6 +290,21 @@ def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: Sessio
         cache = make_cache(kv, memory=head.memory)
         undo.pop_all()
     return replace(parts, engine=head, cache=cache, names=DEFAULT_NAMES, model=model, on_close=None)
+
+
+def open_assistant(checkpoint: Checkpoint, parts: SessionParts) -> SessionParts:
+    """Open an assistant of the model of a session over K and V of its cache, in an engine of the same class. The caller closes both."""
+    engine, model = parts.engine, checkpoint.config
+    assert isinstance(engine, DecoderEngine)  # no other engine opens with hidden states
+    assert model.assistant_input is not None
+    layers = model.assistant_input.kv_places(parts.model.kv_layers)
+    kv = shared_config(parts.cache, layers)
+    with ExitStack() as undo:
+        assistant = engine.open_draft_head(checkpoint, kv=kv, max_prefill_length=1, hidden_layers="final_norm")
+        undo.callback(assistant.close)
+        cache = SharedRows(parts.cache, layers)
+        undo.pop_all()
+    return replace(parts, engine=assistant, cache=cache, names=DEFAULT_NAMES, model=model, on_close=None)
 
 
 def _torch_memory(options: SessionOptions) -> Memory:

@@ -175,6 +175,8 @@ class InferenceSession(Uncopyable):
         self._queue = RequestQueue(self._runner, self._batch, self._decode_steps, prefill_chunk=self._prefill_chunk)
         self._drafter: Drafter | None = None
         self._drafter = self._chosen_drafter(draft)
+        if isinstance(self._drafter, HeadDrafter):
+            self._drafter.run_on(self._runner.stream)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, progress: Progress | None = None, **options: Unpack[OpenOptions]) -> InferenceSession:
