@@ -133,6 +133,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             attention=cast(Attention, config.attention_variant),
             names=config.names,
             adapters=adapters,
+            max_embeddings=max(options.max_embeddings, config.max_embeddings),
             progress=_bytes_progress(progress, LOADING),
         )
         weights = checkpoint.weights
@@ -175,6 +176,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             attention=attention,
             hidden_layers=hidden_layers,
             adapters=adapters,
+            max_embeddings=options.max_embeddings,
             progress=_bytes_progress(progress, LOADING),
         )
         fingerprint = partial(_fingerprint, checkpoint.path, options)
@@ -227,7 +229,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.max_embeddings or options.draft_tree:
+    if options.draft_tree:
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -259,10 +261,9 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if it was requested or PyTorch cannot run the model."""
-    embeddings = options.max_embeddings
     if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
-        return ReferenceEngine(checkpoint, memory=HostMemory(), max_embeddings=embeddings, **arguments)
-    return _torch_engine().open(checkpoint, memory=_torch_memory(options), max_embeddings=embeddings, **arguments)
+        return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
+    return _torch_engine().open(checkpoint, memory=_torch_memory(options), **arguments)
 
 
 def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: SessionOptions, *, hidden_layers: HiddenLayers) -> SessionParts:
@@ -336,6 +337,11 @@ def _adapters(model: ModelConfig, options: SessionOptions) -> AdapterSet | None:
 def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOptions, adapters: AdapterSet | None) -> SessionParts:
     """Open the engine of a folder on TensorRT."""
     config = folder.config
+    if options.max_embeddings > config.max_embeddings:
+        raise ConfigError(
+            f"max_embeddings: expected at most {config.max_embeddings}, for which {folder.path} was built, got {options.max_embeddings}. "
+            "Build it with max_embeddings."
+        )
     running: Engine
     if config.segments is None:
         running = TensorRTEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs, adapters=adapters)

@@ -20,7 +20,6 @@ from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
-from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.embedding_rows import EmbeddingRows, finite_rows
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
@@ -498,7 +497,7 @@ class InferenceSession(Uncopyable):
         self._check_open()
         stored = self._embeddings
         if stored is None or self._model is None:
-            raise ConfigError("add_embeddings: expected a session that was opened with max_embeddings, for NumPy or PyTorch, got another.")
+            raise ConfigError("add_embeddings: expected a session that was opened with max_embeddings, got another.")
         needed = FAMILIES[self._model.family].images_need
         if needed:
             raise ConfigError(f"add_embeddings: expected a model whose images are rows alone, got {self._model.family}: it needs {needed}.")
@@ -508,7 +507,8 @@ class InferenceSession(Uncopyable):
 
     @property
     def _embeddings(self) -> EmbeddingRows | None:
-        return self._engine.embeddings if isinstance(self._engine, DecoderEngine) else None
+        found: EmbeddingRows | None = getattr(self._engine, "embeddings", None)
+        return found
 
     @property
     def _end(self) -> int | None:

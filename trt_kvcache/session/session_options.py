@@ -126,7 +126,8 @@ class SessionOptions:
         requests that decode, a step runs up to ``max_prefill_length`` tokens of every prompt.
     max_embeddings : int
         Different rows that prompts of the session may have in place of rows of the embedding, for ``InferenceSession.add_embeddings``.
-        They take ``max_embeddings * hidden_size`` elements of memory. Not with TensorRT, which ``"auto"`` then leaves out.
+        They take ``max_embeddings * hidden_size`` elements of memory. A TensorRT engine folder must have been built with
+        ``max_embeddings`` of at least this number, and has room for all of these.
     adapters : mapping of str to path, optional
         Folders of PEFT with LoRA adapters by name, of which each request chooses one, or none: ``InferenceSession.generate(adapter=)``.
         Their updates run next to the products with the weights, which may be quantized: see ``docs/adapters.md``. Not with ``adapter``. A
@@ -224,9 +225,8 @@ class SessionOptions:
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         int_in_range("prefill_chunk", self.prefill_chunk, 1)
         int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError)
-        if self.max_embeddings and (self.engine == "tensorrt" or self.draft is not None):
-            given = "engine='tensorrt'" if self.engine == "tensorrt" else f"draft={self.draft!r}"
-            raise ConfigError(f"max_embeddings: expected 0 with {given}, got {self.max_embeddings}.")
+        if self.max_embeddings and self.draft is not None:
+            raise ConfigError(f"max_embeddings: expected 0 with draft={self.draft!r}, got {self.max_embeddings}.")
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int_in_range(name, getattr(self, name), 1, error=ConfigError))
@@ -282,7 +282,8 @@ class SessionOptions:
     def build_keywords(self) -> BuildKeywords:
         """Options of the build of an engine; what was not given is left to the defaults of the build, which are those of a session."""
         given = {name: getattr(self, name) for name in self.given_build_options}
-        return cast(BuildKeywords, {"flavour": self.flavour, "device": self.device, **given})
+        rows = {"max_embeddings": self.max_embeddings} if self.max_embeddings else {}
+        return cast(BuildKeywords, {"flavour": self.flavour, "device": self.device, **rows, **given})
 
 
 def takes_session_options(function: _Function) -> _Function:
