@@ -37,6 +37,8 @@ class DraftedSequence(NamedTuple):
         ``takes_device_states`` is True gets a :class:`~trt_kvcache.DeviceTensor` in the dtype of the engine, valid until it returns.
     tree_limit : int
         Most tokens of a :class:`DraftTree`, no path of which may have more than ``limit``; 0 with an engine that takes no trees.
+    vocab_size : int, optional
+        Number of token ids that may be proposed. Ids from it on are rows of ``InferenceSession.add_embeddings``.
 
     Examples
     --------
@@ -52,6 +54,7 @@ class DraftedSequence(NamedTuple):
     limit: int
     hidden_states: npt.NDArray[np.float32] | DeviceTensor | None = None
     tree_limit: int = 0
+    vocab_size: int | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -225,8 +225,6 @@ class SessionOptions:
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         int_in_range("prefill_chunk", self.prefill_chunk, 1)
         int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError)
-        if self.max_embeddings and self.draft is not None:
-            raise ConfigError(f"max_embeddings: expected 0 with draft={self.draft!r}, got {self.max_embeddings}.")
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int_in_range(name, getattr(self, name), 1, error=ConfigError))
