@@ -17,6 +17,7 @@ from tests.helpers.adapters import Q_PROJ, SHAPES, write_adapter
 from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model
+from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.builder.options import BuildOptions
@@ -315,6 +316,15 @@ class TestModel:
         for given in (folders, None):
             InferenceSession.open(path, engine=engine, adapters=given).close()
         assert [one and one.names for one in gpu.adapters[1:]] == [("a", "b"), None]
+
+    def test_a_table_in_host_memory_leaves_tensorrt_out(self, gpu, monkeypatch):
+        asked = []
+        monkeypatch.setattr(opening, "build_engine", lambda *_, **__: asked.append("build"))
+        options = {"max_sequence_length": 16, "per_layer_table": "host"}
+        InferenceSession.from_model(GOLDEN / "gemma4-ple", **options).close()
+        assert (asked, gpu.opened) == ([], [])
+        with raises(ConfigError, "per_layer_table", expected="device with engine='tensorrt'", got="host"):
+            InferenceSession.from_model(GOLDEN / "gemma4-ple", engine="tensorrt", **options)
 
     @pytest.mark.parametrize("engine", ["auto", "tensorrt"])
     def test_an_engine_is_built_with_room_for_rows(self, model, gpu, monkeypatch, tmp_path, engine):

@@ -110,6 +110,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
         )
     folder = EngineFolder.open(place)
     config = folder.config
+    _check_per_layer_table(config.model, options)
     if options.adapters and config.checkpoint.adapter:
         names = ", ".join(options.adapters)
         raise ConfigError(f"adapters: expected none with {path}, which was built with a merged adapter, got {names}.")
@@ -147,6 +148,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
     with Checkpoint.open(place, quantize=options.quantize, adapter=options.adapter) as checkpoint:
         model = checkpoint.config
+        _check_per_layer_table(model, options)
         hidden_layers = hidden_layers_for(options.draft, model)
         if hidden_layers is not None and options.engine == "tensorrt":
             raise ConfigError(f"draft: expected no head with engine='tensorrt', got {options.draft}. NumPy and PyTorch run it.")
@@ -229,7 +231,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.draft_tree:
+    if options.draft_tree or options.per_layer_table == "host":
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -263,7 +265,13 @@ def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **argume
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if it was requested or PyTorch cannot run the model."""
     if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
         return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
-    return _torch_engine().open(checkpoint, memory=_torch_memory(options), **arguments)
+    return _torch_engine().open(checkpoint, memory=_torch_memory(options), has_host_table=options.per_layer_table == "host", **arguments)
+
+
+def _check_per_layer_table(model: ModelConfig, options: SessionOptions) -> None:
+    """Refuse to place a table that a model does not have."""
+    if options.per_layer_table == "host" and model.per_layer_embedding is None:
+        raise ConfigError(f"per_layer_table: expected device for a model without per-layer embeddings, got host for {model.family}.")
 
 
 def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: SessionOptions, *, hidden_layers: HiddenLayers) -> SessionParts:
