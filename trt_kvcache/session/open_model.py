@@ -346,7 +346,7 @@ def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOp
     """Open the engine of a folder on TensorRT."""
     config = folder.config
     if options.max_embeddings > config.max_embeddings:
-        raise ConfigError(
+        raise EngineError(
             f"max_embeddings: expected at most {config.max_embeddings}, for which {folder.path} was built, got {options.max_embeddings}. "
             "Build it with max_embeddings."
         )

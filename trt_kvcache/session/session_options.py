@@ -128,8 +128,8 @@ class SessionOptions:
         requests that decode, a step runs up to ``max_prefill_length`` tokens of every prompt.
     max_embeddings : int
         Different rows that prompts of the session may have in place of rows of the embedding, for ``InferenceSession.add_embeddings``.
-        They take ``max_embeddings * hidden_size`` elements of memory. A TensorRT engine folder must have been built with
-        ``max_embeddings`` of at least this number, and has room for all of these.
+        They take ``max_embeddings * hidden_size`` elements of memory. TensorRT runs an engine folder that was built with ``max_embeddings``
+        of at least this number, and has room for all of these; ``"auto"`` leaves TensorRT out for another one.
     per_layer_table : {"device", "host"}
         Place of the table of a model with per-layer embeddings (Gemma 4 E2B and E4B). ``"host"`` is pinned host memory, of which the
         PyTorch engine on a GPU reads the rows of a step's tokens: see ``docs/models.md``. Not with TensorRT, which ``"auto"`` then leaves
