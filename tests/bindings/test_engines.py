@@ -97,7 +97,7 @@ def is_built(full: TensorRT, name: str) -> bool:
 
 def recorded_tensors(full: TensorRT, config: EngineFolderConfig) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return shape and type, by name, of all that ``config.json`` says a network has."""
-    specs = (*map(packed_as_int32, config.tensors), *config.adapter_tensors, *config.v_outputs)
+    specs = (*map(packed_as_int32, config.tensors), *config.adapter_tensors, *config.embedding_tensors, *config.v_outputs)
     return {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
 
 
@@ -307,6 +307,25 @@ def test_an_engine_binds_its_adapters(
             if engine.slot_adapters is not None:
                 assert places["slot_adapters"] == engine.slot_adapters.table.ptr
                 assert engine.slot_adapters.table.numpy().tolist() == slots
+    gc.collect()
+
+
+def test_an_engine_binds_its_rows(
+    stand_in: Any, full: TensorRT, model: Path, variant: str, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record_plugin_runs(monkeypatch)
+    options: dict[str, Any] = {**SIZES, "attention": variant, "flavour": "tensorrt", "max_embeddings": 5}
+    folder = EngineFolder.open(build_engine(model, tmp_path / "engine", **options).path)
+    config, network = folder.config, stand_in.networks[-1]
+    assert network.tensors() == recorded_tensors(full, config)
+    assert len({layer.name for layer in network.layers}) == len(network.layers)
+    assert all(stand_in.configs[-1].profiles[0]["embedding_rows"][place] == (5, 40) for place in range(3))
+    with TensorRTEngine.open(folder, memory=memory) as engine:
+        assert dict(engine.tensors) == {spec.name: spec for spec in config.tensors}
+        assert engine.embeddings is not None
+        make_ready(engine, memory, batch=3, width=5)
+        enqueue(engine)
+        assert stand_in.enqueues[-1].addresses["embedding_rows"] == engine.embeddings.table.ptr
     gc.collect()
 
 

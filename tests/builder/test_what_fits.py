@@ -24,7 +24,7 @@ from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.torch_memory import TorchMemory
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.adapter_inputs import AdapterInputs
-from trt_kvcache.errors import RangeError
+from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 from trt_kvcache.trt.module import TensorRT
 
@@ -63,6 +63,25 @@ def test_adapters_take_their_bytes(model: Path, name: str) -> None:
     assert [fit.largest_batch for fit in adapted] == [fit.largest_batch for fit in plain]
     fewer = what_fits(folder, budget, max_sequence_length=30, dtype="float16", adapters_rank=5000)
     assert all(fit.largest_batch < other.largest_batch for fit, other in zip(fewer, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gemma4-ple", "gemma4-experts-ple"])
+def test_a_table_in_host_memory_takes_no_bytes_of_the_gpu(name: str) -> None:
+    model = Checkpoint.read_config(GOLDEN / name)
+    assert model.per_layer_embedding is not None
+    nbytes = math.prod(model.per_layer_embedding.shape(model.num_layers)) * 2
+    with Checkpoint.open(GOLDEN / name) as checkpoint:
+        on_device, on_host = (TorchMemory.of(checkpoint, has_host_table=place).weights_nbytes(model.dtype) for place in (False, True))
+    assert on_device - on_host == nbytes
+    fits = what_fits(GOLDEN / name, 10**9, per_layer_table="host")
+    assert {fit.engine for fit in fits} == {"torch"}
+    assert fits[0].weights_nbytes == on_host
+    assert max(fit.weights_nbytes for fit in fits[1:]) <= on_host
+    for given in ("cpu", None):
+        with raises(ConfigError, "per_layer_table", expected="one of device, host", got=repr(given)):
+            what_fits(GOLDEN / name, 10**9, per_layer_table=given)  # type: ignore[arg-type]
+    with raises(ConfigError, "per_layer_table", expected="device", got="llama"):
+        what_fits(GOLDEN / "llama", 10**9, per_layer_table="host")
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

@@ -205,7 +205,7 @@ class TestJson:
 
 
 #: What holds for options that are not given.
-OFF = {"cuda_graphs": True, "max_embeddings": 0, "prefill_chunk": 256, "prompt_cache_bytes": 0}
+OFF = {"cuda_graphs": True, "max_embeddings": 0, "per_layer_table": "device", "prefill_chunk": 256, "prompt_cache_bytes": 0}
 
 
 def test_options_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch):

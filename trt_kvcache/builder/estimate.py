@@ -67,6 +67,8 @@ class BuildEstimate:
         memory of ``v_outputs``.
     adapters_nbytes : int
         The inputs for adapters: A and B for ``adapters_rank`` ranks. 0 for a build without.
+    embeddings_nbytes : int
+        The input for rows in place of rows of the embedding (``max_embeddings``). 0 for a build without.
     host_peak_nbytes : int
         Most memory of the host during the build.
 
@@ -81,12 +83,14 @@ class BuildEstimate:
     cache_nbytes: int
     activations_nbytes: int
     adapters_nbytes: int
+    embeddings_nbytes: int
     host_peak_nbytes: int
 
     @property
     def device_nbytes(self) -> int:
-        """GPU memory of a session with this engine: plan, constants, cache, activations and adapters."""
-        return self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes + self.adapters_nbytes
+        """GPU memory of a session with this engine: plan, constants, cache, activations, adapters and rows of prompts."""
+        inputs = self.adapters_nbytes + self.embeddings_nbytes
+        return self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes + inputs
 
     @property
     def disk_nbytes(self) -> int:
@@ -189,6 +193,7 @@ class PackedModel:
             cache_nbytes=cache.nbytes,
             activations_nbytes=_activations_nbytes(model, computed, options) + v_nbytes,
             adapters_nbytes=0 if options.adapter_inputs is None else options.adapter_inputs.nbytes(model, computed),
+            embeddings_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in options.embedding_tensors(model)),
             host_peak_nbytes=round(weights.peak_of_segments(plan) if segmented else weights.peak_of_one_network())
             + (weights.dense_nbytes // itemsize(computed) * itemsize(model.dtype) if computed != model.dtype else 0),
         )

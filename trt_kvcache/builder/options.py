@@ -73,6 +73,7 @@ class BuildKeywords(TypedDict, total=False):
     adapter: str | os.PathLike[str] | None
     adapters_rank: int | None
     adapters_modules: Sequence[str] | None
+    max_embeddings: int
     kv_dtype: str | None
     kv_scales: str | None
 
@@ -136,6 +137,9 @@ class BuildOptions:
     adapters_modules : sequence of str, optional
         With ``adapters_rank``, the linear layers that adapters may change, by the ends of their names, such as ``("q_proj", "v_proj")``.
         If left out, all of attention, recurrent mixers and MLPs.
+    max_embeddings : int
+        Make an input for rows that prompts of a session may have in place of rows of the embedding, such as the features of an image: most
+        different rows of a session, for ``InferenceSession.add_embeddings``. 0 for none: see ``docs/models.md``.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -177,6 +181,7 @@ class BuildOptions:
     adapter: str | os.PathLike[str] | None = None
     adapters_rank: int | None = None
     adapters_modules: Sequence[str] | None = None
+    max_embeddings: int = 0
     kv_dtype: str | None = None
     kv_scales: str | None = None
 
@@ -207,6 +212,7 @@ class BuildOptions:
         self._normalize("adapters_rank", partial(int_in_range, "adapters_rank", low=1, high=MAX_DIMENSION - 7, error=ConfigError))
         self._normalize("adapters_modules", _as_modules)
         self._check_adapters()
+        object.__setattr__(self, "max_embeddings", int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError))
 
     def _normalize(self, name: str, convert: Callable[[Any], Any]) -> None:
         """Replace a value that was given by the converted one."""

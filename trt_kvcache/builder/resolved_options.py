@@ -24,11 +24,14 @@ from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots, padded_
 from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
+from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.features import check_features
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.trt.module import TensorRT
@@ -137,6 +140,7 @@ class ResolvedOptions(BuildOptions):
                 f"operations: expected none in place of {EmbeddingOp.name} for a model with per-layer embeddings, which are of token ids, "
                 f"got {replaced}."
             )
+        _check_embeddings(options, model, replaced)
         chosen = {
             "max_sequence_length": length,
             "max_prefill_length": width,
@@ -176,6 +180,10 @@ class ResolvedOptions(BuildOptions):
         """Return the inputs for adapters; none without ``adapters_rank``."""
         inputs = self.adapter_inputs
         return () if inputs is None else inputs.tensors(model, slots=most_slots(self.profiles), dtype=self.dtype)
+
+    def embedding_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
+        """Return the input for rows in place of rows of the embedding; none without ``max_embeddings``."""
+        return embedding_tensors(model, self.max_embeddings, self.dtype)
 
     def cache_for(self, model: ModelConfig, quantized: QuantizedKV | None = None) -> DecoderCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options."""
@@ -219,6 +227,24 @@ class ResolvedOptions(BuildOptions):
         if self.timing_cache is not None and tensorrt.is_rtx:
             raise ConfigError("timing_cache: expected with full TensorRT only; TensorRT for RTX measures no kernels when it builds.")
         check_capabilities(self, tensorrt)
+
+
+def _check_embeddings(options: BuildOptions, model: ModelConfig, replaced: str | None) -> None:
+    """Refuse rows in place of rows of the embedding for a model that needs more for them, or with an operation that knows no such ids."""
+    if not options.max_embeddings:
+        return
+    needed = FAMILIES[model.family].images_need
+    if model.per_layer_embedding is not None:
+        needed = "per-layer embeddings, which are of token ids"
+    if needed:
+        raise ConfigError(f"max_embeddings: expected 0 for {model.family}, which needs {needed}, got {options.max_embeddings}.")
+    most = MAX_DIMENSION // model.hidden_size  # kernels of TensorRT compute offsets in 32 bits
+    if options.max_embeddings > most:
+        raise ConfigError(f"max_embeddings: expected at most {most}, as a tensor of TensorRT holds, got {options.max_embeddings}.")
+    if replaced is not None:
+        raise ConfigError(
+            f"operations: expected none in place of {EmbeddingOp.name} with max_embeddings, ids past the vocabulary, got {replaced}."
+        )
 
 
 def _v_outputs(options: BuildOptions, model: ModelConfig, choice: AttentionChoice, target: BuildTarget) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.builder.capable_gpus import have_fp4, with_capable_gpus
 from trt_kvcache.builder.checked_build import build_target, installed_tensorrt, open_checkpoint
@@ -77,6 +78,7 @@ def what_fits(
     dtype: str | None = None,
     compute_capabilities: Sequence[str] | None = None,
     adapters_rank: int | None = None,
+    per_layer_table: Literal["device", "host"] = "device",
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
@@ -103,6 +105,9 @@ def what_fits(
     adapters_rank : int, optional
         Ranks of all LoRA adapters of a session together, in all linear layers, as for :func:`~trt_kvcache.estimate_build`. If left out,
         there are no adapters.
+    per_layer_table : {"device", "host"}
+        Place of the table of a model with per-layer embeddings. ``"host"`` is not counted, and the estimate is of a session with the
+        PyTorch engine, as TensorRT has it in the plan.
 
     Returns
     -------
@@ -126,6 +131,7 @@ def what_fits(
     ('float16', 'float16', 60736, 512)
     """
     budget = int_in_range("nbytes", nbytes, 0)
+    one_of("per_layer_table", per_layer_table, ("device", "host"))
     options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities, adapters_rank=adapters_rank)
     tensorrt = installed_tensorrt(options.flavour)
     if tensorrt is not None:
@@ -134,7 +140,11 @@ def what_fits(
         with_capable_gpus(options, checkpoint.value_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
         source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
-        in_torch = None if first_missing(model, COMPUTED_FEATURES) is None else TorchMemory.of(checkpoint, adapters_rank=adapters_rank)
+        has_host_table, in_torch = per_layer_table == "host", None
+        if has_host_table and model.per_layer_embedding is None:
+            raise ConfigError(f"per_layer_table: expected device for a model without per-layer embeddings, got host for {model.family}.")
+        if has_host_table or first_missing(model, COMPUTED_FEATURES) is not None:
+            in_torch = TorchMemory.of(checkpoint, adapters_rank=adapters_rank, has_host_table=has_host_table)
         static = _static_kv(checkpoint)
         format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF
     if in_torch is not None:

@@ -48,7 +48,7 @@ def inspect(
         put_json({**as_json(found), "doctor": None if verdict is None else verdict._asdict()})
         return
     _print_head(found)
-    _print_tensors((*found.tensors, *found.adapter_tensors, *found.v_outputs), every_tensor=tensors)
+    _print_tensors((*found.tensors, *found.adapter_tensors, *found.embedding_tensors, *found.v_outputs), every_tensor=tensors)
     _print_profiles(found)
     _print_attention(found)
     if found.segments is not None:
@@ -93,6 +93,8 @@ def _print_head(found: EngineInspection) -> None:
         say(f"merged adapter: {checkpoint.adapter}, fingerprint {checkpoint.adapter_fingerprint[:16]}")
     if found.adapters is not None:
         say(f"inputs for adapters: {found.adapters.rank} ranks in all, of {', '.join(found.adapters.modules)}")
+    if found.max_embeddings:
+        say(f"input for rows in place of rows of the embedding: {found.max_embeddings}")
     library = found.plugin_library
     if library is not None:
         say(f"carries a plugin library, whose code runs when it is opened: {size(library.nbytes)}, SHA-256 {library.sha256[:16]}")
@@ -185,6 +187,8 @@ def _print_sizes(found: EngineInspection) -> None:
         sizes["V outputs of all layers"] = found.v_outputs_nbytes
     if found.adapters is not None:
         sizes["adapters, of all ranks"] = found.adapters_nbytes
+    if found.max_embeddings:
+        sizes["rows in place of rows of the embedding"] = found.embeddings_nbytes
     if cache.kv is not None:
         sizes["K and V of one token"] = memory.bytes_per_token
         sizes[f"K and V of one sequence of {cache.max_sequence_length}"] = memory.bytes_per_sequence - states

@@ -39,6 +39,8 @@ class DraftedSequence(NamedTuple):
         Most tokens of a :class:`DraftTree`, no path of which may have more than ``limit``; 0 with an engine that takes no trees.
     slot : int
         Slot of the cache that holds its tokens.
+    vocab_size : int, optional
+        Number of token ids that may be proposed. Ids from it on are rows of ``InferenceSession.add_embeddings``.
 
     Examples
     --------
@@ -55,6 +57,7 @@ class DraftedSequence(NamedTuple):
     hidden_states: npt.NDArray[np.float32] | DeviceTensor | None = None
     tree_limit: int = 0
     slot: int = 0
+    vocab_size: int | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,7 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.generation.drafter import DraftedSequence
 from trt_kvcache.generation.request import Request
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.session.model_drafter import ModelDrafter
+from trt_kvcache.session.model_drafter import ModelDrafter, known_tokens
 
 if TYPE_CHECKING:
     from trt_kvcache.session.open_model import SessionParts
@@ -51,7 +51,7 @@ class HeadDrafter(ModelDrafter):
         return min(self._known(sequence, slot), total - 1) if self._firsts.get(sequence.request) == first else 0
 
     def _tokens(self, sequence: DraftedSequence, kept: int) -> list[int]:
-        return sequence.tokens_from(sequence.length - _num_states(sequence) + 1 + kept)
+        return known_tokens(sequence, sequence.length - _num_states(sequence) + 1 + kept)
 
     def _num_known(self, sequence: DraftedSequence) -> int:
         return _num_states(sequence)

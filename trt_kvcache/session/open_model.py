@@ -111,6 +111,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
         )
     folder = EngineFolder.open(place)
     config = folder.config
+    _check_per_layer_table(config.model, options)
     if options.adapters and config.checkpoint.adapter:
         names = ", ".join(options.adapters)
         raise ConfigError(f"adapters: expected none with {path}, which was built with a merged adapter, got {names}.")
@@ -134,6 +135,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             attention=cast(Attention, config.attention_variant),
             names=config.names,
             adapters=adapters,
+            max_embeddings=max(options.max_embeddings, config.max_embeddings),
             progress=_bytes_progress(progress, LOADING),
         )
         weights = checkpoint.weights
@@ -147,6 +149,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
     with Checkpoint.open(place, quantize=options.quantize, adapter=options.adapter) as checkpoint:
         model = checkpoint.config
+        _check_per_layer_table(model, options)
         hidden_layers = hidden_layers_for(options.draft, model)
         if hidden_layers is not None and options.engine == "tensorrt":
             raise ConfigError(f"draft: expected no head with engine='tensorrt', got {options.draft}. NumPy and PyTorch run it.")
@@ -176,6 +179,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             attention=attention,
             hidden_layers=hidden_layers,
             adapters=adapters,
+            max_embeddings=options.max_embeddings,
             progress=_bytes_progress(progress, LOADING),
         )
         fingerprint = partial(_fingerprint, checkpoint.path, options)
@@ -228,7 +232,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.max_embeddings or options.draft_tree:
+    if options.draft_tree or options.per_layer_table == "host":
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -260,10 +264,15 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if it was requested or PyTorch cannot run the model."""
-    embeddings = options.max_embeddings
     if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
-        return ReferenceEngine(checkpoint, memory=HostMemory(), max_embeddings=embeddings, **arguments)
-    return _torch_engine().open(checkpoint, memory=_torch_memory(options), max_embeddings=embeddings, **arguments)
+        return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
+    return _torch_engine().open(checkpoint, memory=_torch_memory(options), has_host_table=options.per_layer_table == "host", **arguments)
+
+
+def _check_per_layer_table(model: ModelConfig, options: SessionOptions) -> None:
+    """Refuse to place a table that a model does not have."""
+    if options.per_layer_table == "host" and model.per_layer_embedding is None:
+        raise ConfigError(f"per_layer_table: expected device for a model without per-layer embeddings, got host for {model.family}.")
 
 
 def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: SessionOptions, *, hidden_layers: HiddenLayers) -> SessionParts:
@@ -352,6 +361,11 @@ def _adapters(model: ModelConfig, options: SessionOptions) -> AdapterSet | None:
 def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOptions, adapters: AdapterSet | None) -> SessionParts:
     """Open the engine of a folder on TensorRT."""
     config = folder.config
+    if options.max_embeddings > config.max_embeddings:
+        raise EngineError(
+            f"max_embeddings: expected at most {config.max_embeddings}, for which {folder.path} was built, got {options.max_embeddings}. "
+            "Build it with max_embeddings."
+        )
     running: Engine
     if config.segments is None:
         running = TensorRTEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs, adapters=adapters)

@@ -58,6 +58,7 @@ from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_w
 from trt_kvcache.torch_engine.positions import PositionFactors
 from trt_kvcache.torch_engine.quantized_rows import QuantizedRowsAttention
 from trt_kvcache.torch_engine.router import route
+from trt_kvcache.torch_engine.row_lookup import KernelLookUp, look_up
 from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_supported
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
@@ -179,15 +180,23 @@ class TorchEngine(DecoderEngine):
         max_embeddings: int = 0,
         hidden_layers: HiddenLayers | None = None,
         adapters: AdapterSet | None = None,
+        has_host_table: bool = False,
     ) -> TorchEngine:
-        """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
+        """Return an engine with the weights of a checkpoint, which may be closed afterwards.
+
+        ``has_host_table``: a GPU reads the table of per-layer embeddings in host memory.
+        """
         computed = dtype or kv.dtype
         tensors = CheckpointTensors(checkpoint, computed, torch_device(memory).torch_device, memory, progress)
-        packed = (tensors.load_packed, tensors.load_rows) if packed_weights_are_supported(computed, memory) else ()
+        loads: dict[str, Any] = {}
+        if packed_weights_are_supported(computed, memory):
+            loads = {"load_packed": tensors.load_packed, "load_rows": tensors.load_rows}
+        if has_host_table and not memory.is_host:
+            loads["load_rows"] = tensors.load_host_rows
         return cls(
             checkpoint.config,
             tensors.load,
-            *packed,
+            **loads,
             kv=kv,
             dtype=dtype,
             max_prefill_length=max_prefill_length,
@@ -374,6 +383,7 @@ class TorchEngine(DecoderEngine):
             projections=projections,
             router=KernelRouter(self._views, stream) if has_kernels else route,
             experts=KernelExperts(experts, elementwise, self._views, stream) if has_kernels or self._workspace is not None else experts,
+            look_up=look_up if self.memory.is_host else KernelLookUp(self._views, stream),
         )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:

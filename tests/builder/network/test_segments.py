@@ -28,10 +28,11 @@ pytestmark = pytest.mark.trt
 class Segments:
     """The segments of a golden model, and combined caches; driven as ``test_network_values.Network`` is."""
 
-    def __init__(self, rtx, folder, model, dtype, *, logits=1, quantized=None):
+    def __init__(self, rtx, folder, model, dtype, *, logits=1, quantized=None, max_embeddings=0):
         self.tensorrt = rtx
         with recording(rtx, model) as (checkpoint, self.arrays, messages):
-            self.options = resolved(checkpoint.config, **SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
+            sizes = {**SIZES, "max_logits_per_slot": logits, "max_embeddings": max_embeddings}
+            self.options = resolved(checkpoint.config, **sizes, dtype=dtype, attention="plugin")
             self.model, self.cache = checkpoint.config, self.options.cache_for(checkpoint.config, quantized)
             self.definitions = define_segments(checkpoint, self.options, self.cache, rtx, messages)
             constants = define_constants(checkpoint, self.cache, dtype=dtype)

@@ -11,6 +11,7 @@ from trt_kvcache.builder.network.causal_mask import causal_masks
 from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
 from trt_kvcache.builder.network.decomposable import attention_layer_config
+from trt_kvcache.builder.network.embedding_rows import ids_of_tokens, with_rows
 from trt_kvcache.builder.network.embedding_table import embedding_table, look_up, split_table
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.new_tokens import NewTokens
@@ -92,10 +93,13 @@ def add_decoder(
             context = replace(context, masks=masks)
     table = embedding_table(graph, weights, embedding_name(model), EMBEDDING)
     if plugin_layers is None or plugin_layers.embedding is None:
-        rows = look_up(graph, "model.embed_tokens", [table], input_ids)
+        tokens = ids_of_tokens(graph, input_ids, model) if options.max_embeddings else input_ids
+        rows = look_up(graph, "model.embed_tokens", [table], tokens)
     else:
         rows = graph.result(plugin_layers.layers.add(plugin_layers.embedding, [table, input_ids]))
     x = head.scaled_embedding(graph, rows, model)
+    if options.max_embeddings:
+        x = with_rows(graph, x, input_ids, model, options.max_embeddings)
     if model.per_layer_embedding is not None:
         tables = split_table(graph, weights, PER_LAYER_EMBEDDING, model.per_layer_embedding.shape(model.num_layers))
         rows = look_up(graph, PER_LAYER_EMBEDDING.removesuffix(".weight"), tables, input_ids)
@@ -168,8 +172,10 @@ def add_segments(
     configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=MIN_BATCH_SIZE, max_sequence_length=length)
     lowering = SegmentCutLowering(model, create_network, names, max_sequence_length=length)
     context = replace(_context(model, names, cache, options.max_prefill_length, configs), lowering=lowering)
-    x = graph.input(embedding_output_name(model), graph.dtype, (-1, -1, model.hidden_size))
+    x = graph.input(embedding_output_name(model, options.max_embeddings), graph.dtype, (-1, -1, model.hidden_size))
     x = head.scaled_embedding(graph, x, model)
+    if options.max_embeddings:
+        x = with_rows(graph, x, graph.input(names.input_ids, "int32", (-1, -1)), model, options.max_embeddings)
     if model.per_layer_embedding is not None:
         rows = graph.input(PER_LAYER_ROWS, graph.dtype, (-1, -1, model.num_layers * model.per_layer_embedding.size))
         context = replace(context, per_layer=(inputs := PerLayerInputs(graph, rows, x, weights, model)))
