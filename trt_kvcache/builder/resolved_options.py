@@ -28,7 +28,7 @@ from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.trt.module import TensorRT
@@ -44,13 +44,18 @@ CORRUPT_V = ((10, 13), (10, 15))
 COMPUTED_FEATURES: frozenset[str] = frozenset(
     {
         "activation",
+        "branch_norms",
+        "clamped_swiglu",
         "embedding_multiplier",
+        "expert_scale",
+        "experts",
         "final_softcap",
         "full_qk_norm",
         "fused_tensors",
         "gate_after_norm",
         "gated_delta_net",
         "interleaved_rope",
+        "latent_experts",
         "layer_norm",
         "logits_divisor",
         "mamba2",
@@ -72,9 +77,11 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "query_scaling",
         "relu2",
         "residual_multiplier",
+        "router_norm",
         "scale",
         "several_ropes",
         "several_shapes",
+        "shared_expert",
         "shared_kv",
         "short_conv",
         "softcap",
@@ -131,6 +138,13 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
             raise ConfigError(f"adapters_rank: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+        has_experts = any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers)
+        if has_experts and options.plugin_layers == SEGMENTS:
+            raise ConfigError(f"plugin_layers: expected {ONE_PLAN} for a model with experts ({model.family}), got {SEGMENTS}.")
+        if has_experts and options.plugin_library is not None:
+            raise ConfigError(
+                f"plugin_library: expected a model without experts, got {model.family}: their plugin layers run in Python. Leave it out."
+            )
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(

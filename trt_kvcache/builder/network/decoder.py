@@ -54,7 +54,7 @@ def add_decoder(
     attention, max_sequence_length = options.attention, cache.max_sequence_length
     operations = options.operations or {}
     # first, into an empty network
-    plugin_layers = decoder_plugin_layers(graph, model, names, cache, operations) if attention == "plugin" else None
+    plugin_layers = decoder_plugin_layers(graph, weights, model, names, cache, operations) if attention == "plugin" else None
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
     last_token_ids = _last_token_ids(graph, model, names, options)
@@ -73,7 +73,7 @@ def add_decoder(
         context = replace(context, updates=updates)
     if plugin_layers is not None:
         lowering = _plugin_lowering(graph, model, plugin_layers, options, start_index=start_index)
-        context = replace(context, lowering=lowering)
+        context = replace(context, lowering=lowering, plugin_layers=plugin_layers)
     elif attention != "plugin":
         lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
         scalings = filter(None, dict.fromkeys(mixer.query_scaling for mixer in model.attention_layers))
