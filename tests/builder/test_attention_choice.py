@@ -236,6 +236,18 @@ def test_experts_that_no_plugin_layer_computes(changes: dict[str, Any], options:
         choose(rtx(), model, **options)
 
 
+@pytest.mark.parametrize("target", [rtx(), full(11, 4)], ids=str)
+def test_attention_sinks_are_for_the_plugin(target: BuildTarget) -> None:
+    model = with_mixer(MODEL, sinks=True)
+    assert choose(target, model).variant == "plugin"
+    with raises(ConfigError, "attention", "plugin", "attention sinks" if target.is_rtx else "mask"):
+        choose(target, model, named="mask")
+    with raises(ConfigError, "plugin_layers", "one-plan for a model with attention sinks", "segments"):
+        ResolvedOptions.of_model(BuildOptions(plugin_layers="segments"), model)
+    with raises(ConfigError, "plugin_library", "without attention sinks", "llama"):
+        ResolvedOptions.of_model(BuildOptions(plugin_library=Path("library")), model)
+
+
 def test_experts_need_compute_capability_8() -> None:
     """Where the caller computes attention, but not where the caller computes both."""
     model, turing = ModelConfig.from_dict({**SMALL, **EXPERTS}), rtx(compute_capabilities=("7.5",))

@@ -178,6 +178,14 @@ def _has_experts(variant: AttentionName) -> Obstacle:
     return Obstacle(variant=variant, condition="experts, which are plugin layers", find=find)
 
 
+def _has_sinks(variant: AttentionName) -> Obstacle:
+    def find(build: AttentionBuild) -> str | None:
+        found = any(mixer.sinks for mixer in build.model.attention_layers)
+        return f"attention sinks: only plugin attention has them, got {variant}" if found else None
+
+    return Obstacle(variant=variant, condition="attention sinks, which only kernels of this package have", find=find)
+
+
 def _too_wide(variant: AttentionName) -> Obstacle:
     def find(build: AttentionBuild) -> str | None:
         wide = {mixer.head_dim for mixer in build.model.attention_layers if mixer.head_dim > HEAD_DIM_MAX}
@@ -211,9 +219,11 @@ OBSTACLES = (
     ),
     _too_wide("native"),
     _has_experts("native"),
+    _has_sinks("native"),
     _too_old("mask"),
     _too_wide("mask"),
     _has_experts("mask"),
+    _has_sinks("mask"),
 )
 
 #: The first that applies. ``native`` is in no order of full TensorRT with attention: it is taken there only if it is named.

@@ -84,6 +84,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "shared_expert",
         "shared_kv",
         "short_conv",
+        "sinks",
         "softcap",
         "ungated_mlp",
         "window",
@@ -138,13 +139,16 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
             raise ConfigError(f"adapters_rank: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
-        has_experts = any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers)
-        if has_experts and options.plugin_layers == SEGMENTS:
-            raise ConfigError(f"plugin_layers: expected {ONE_PLAN} for a model with experts ({model.family}), got {SEGMENTS}.")
-        if has_experts and options.plugin_library is not None:
-            raise ConfigError(
-                f"plugin_library: expected a model without experts, got {model.family}: their plugin layers run in Python. Leave it out."
-            )
+        for what, has in (
+            ("experts", any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers)),
+            ("attention sinks", any(mixer.sinks for mixer in model.attention_layers)),
+        ):
+            if has and options.plugin_layers == SEGMENTS:
+                raise ConfigError(f"plugin_layers: expected {ONE_PLAN} for a model with {what} ({model.family}), got {SEGMENTS}.")
+            if has and options.plugin_library is not None:
+                raise ConfigError(
+                    f"plugin_library: expected a model without {what}, got {model.family}: their plugin layers run in Python. Leave it out."
+                )
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(

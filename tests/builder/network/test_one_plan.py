@@ -167,6 +167,15 @@ def test_experts_build_into_plugin_layers(rtx, monkeypatch, tmp_path, quantize, 
     assert (b"CustomOperation" in plan, b"experts" in plan, b"KVCacheAttention" in plan) == (True, True, True)
 
 
+def test_attention_with_sinks_builds_into_our_operation(rtx):
+    network = define_with_plugin_layers(rtx, "gpt_oss-mxfp4", dtype="bfloat16", quantized=QuantizedKV("int8"))
+    operations = [one.plugin.fields.operation for one in network.plugins]
+    assert sorted(operations) == ["attention"] * 3 + ["experts"] * 3
+    assert network.constants["model.layers.0.self_attn.sinks"].dtype == np.float32
+    plan = build(network)
+    assert (b"CustomOperation" in plan, b"KVCacheAttention" in plan) == (True, False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"logits": 7}, {"quantized": QuantizedKV("int8")}, {"quantized": QuantizedKV("fp8")}], ids=str

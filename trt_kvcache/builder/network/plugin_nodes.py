@@ -86,12 +86,17 @@ def _experts_node(
 def _attention_node(
     model: ModelConfig, layer: int, index: int, names: TensorNames, cache: DecoderCacheConfig, dtype: str, registered: str | None
 ) -> AttentionPluginNode:
-    """Return the plugin layer of a layer with the K and V of an index: of our plugin, or of a registered operation."""
+    """Return the plugin layer of a layer with the K and V of an index: of our plugin, or of a registered operation.
+
+    Our plugin has no input for attention sinks, so with them our operation is a layer of ``CustomOperation``.
+    """
     mixer, kv, length = model.layers[layer].attention, cache.kv, cache.max_sequence_length
     assert kv is not None
     past, present = kv_tensors(kv, names, index)
     attributes: dict[str, Any] = attention_op_attributes(mixer, max_sequence_length=length)
     op, name = AttentionOp(**attributes), f"model.layers.{layer}.self_attn/attend"
+    if mixer.sinks and registered is None:
+        registered = AttentionOp.name
     inputs = _attention_inputs(mixer, past, dtype=dtype, max_sequence_length=length)
     node = (
         _kernel_node(name, op, kv, inputs, 1 + len(present))
@@ -104,12 +109,13 @@ def _attention_node(
 def _attention_inputs(
     mixer: AttentionConfig, past: Sequence[TensorSpec], *, dtype: str, max_sequence_length: int
 ) -> tuple[TensorType, ...]:
-    """Return the inputs of attention in order: q, k, v, the cache, lengths, scales, and the angles of RoPE."""
+    """Return the inputs of attention in order: q, k, v, the cache, lengths, scales, the angles of RoPE, and sinks."""
     heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
     qkv = [TensorType((-1, -1, count, mixer.head_dim), dtype) for count in heads]
     cache, *scales = [TensorType(spec.shape, spec.dtype) for spec in past]
     angles = [TensorType((max_sequence_length, 2, mixer.rotary_dim // 2), "float32")] if mixer.after_norms.rope is not None else []
-    return (*qkv, cache, TensorType((-1,), "int32"), *scales, *angles)
+    sinks = [TensorType((mixer.num_heads,), "float32")] if mixer.sinks else []
+    return (*qkv, cache, TensorType((-1,), "int32"), *scales, *angles, *sinks)
 
 
 def _kernel_node(name: str, op: AttentionOp, kv: KVCacheConfig, inputs: Sequence[TensorType], num_outputs: int) -> PluginNode:

@@ -125,7 +125,7 @@ class LayerWeights:
         return self._weights(part.tensor) if part.is_whole else self._weights(part.tensor, part.index)
 
     def exact(self, role: str) -> np.ndarray[Any, Any]:
-        """Return a weight of a router in float32. Each is a tensor of its own."""
+        """Return a weight of a router, or attention sinks, in float32. Each is a tensor of its own."""
         return self._weights.exact(self._parts[role].tensor)
 
     def quantized(self, role: str) -> QuantizedWeight | None:
