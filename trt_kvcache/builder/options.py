@@ -110,7 +110,7 @@ class BuildOptions:
         If left out, True for TensorRT 10.13 and 10.14, which may corrupt it otherwise: see ``docs/jetson.md``.
     operations : mapping of str to str, optional
         With plugin attention, names of registered operations in place of those of this package, such as ``{"attention": "windowed"}``:
-        see ``docs/operations.md``. ``"attention"`` and ``"embedding"`` can be replaced.
+        see ``docs/operations.md``. ``"attention"``, ``"embedding"`` and ``"experts"`` can be replaced.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     device : int

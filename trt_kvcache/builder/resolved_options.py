@@ -30,7 +30,7 @@ from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 from trt_kvcache.memory.shapes import MAX_DIMENSION
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.features import check_features
 from trt_kvcache.ops.embedding_op import EmbeddingOp
@@ -47,13 +47,18 @@ CORRUPT_V = ((10, 13), (10, 15))
 COMPUTED_FEATURES: frozenset[str] = frozenset(
     {
         "activation",
+        "branch_norms",
+        "clamped_swiglu",
         "embedding_multiplier",
+        "expert_scale",
+        "experts",
         "final_softcap",
         "full_qk_norm",
         "fused_tensors",
         "gate_after_norm",
         "gated_delta_net",
         "interleaved_rope",
+        "latent_experts",
         "layer_norm",
         "logits_divisor",
         "mamba2",
@@ -75,11 +80,14 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "query_scaling",
         "relu2",
         "residual_multiplier",
+        "router_norm",
         "scale",
         "several_ropes",
         "several_shapes",
+        "shared_expert",
         "shared_kv",
         "short_conv",
+        "sinks",
         "softcap",
         "ungated_mlp",
         "window",
@@ -134,6 +142,16 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
             raise ConfigError(f"adapters_rank: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+        for what, has in (
+            ("experts", any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers)),
+            ("attention sinks", any(mixer.sinks for mixer in model.attention_layers)),
+        ):
+            if has and options.plugin_layers == SEGMENTS:
+                raise ConfigError(f"plugin_layers: expected {ONE_PLAN} for a model with {what} ({model.family}), got {SEGMENTS}.")
+            if has and options.plugin_library is not None:
+                raise ConfigError(
+                    f"plugin_library: expected a model without {what}, got {model.family}: their plugin layers run in Python. Leave it out."
+                )
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(

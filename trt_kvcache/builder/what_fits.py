@@ -13,7 +13,7 @@ from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.builder.capable_gpus import have_fp4, with_capable_gpus
 from trt_kvcache.builder.checked_build import build_target, installed_tensorrt, open_checkpoint
-from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
+from trt_kvcache.builder.estimate import BYTES, BuildEstimate, PackedModel
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.builder.resolved_options import COMPUTED_FEATURES, ResolvedOptions, check_capabilities
 from trt_kvcache.builder.torch_memory import TorchMemory
@@ -24,6 +24,7 @@ from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import first_missing
 from trt_kvcache.trt.module import TensorRT
 
@@ -84,8 +85,9 @@ def what_fits(
 
     With TensorRT a session takes the GPU memory of plan, constants, activations and cache: see :func:`~trt_kvcache.estimate_build`. As for
     a build, attention and ``v_outputs`` depend on the TensorRT that is installed, if any, and on its GPU. If TensorRT does not build the
-    model, for example one with experts, the estimate is of a session with the PyTorch engine on compute capability 8.0 or newer: weights,
-    activations, CUDA graphs and cache. Adapters are counted in both. Memory of the driver, of TensorRT and of PyTorch is not counted.
+    model, for example one with experts and head dims that plugin attention does not have, the estimate is of a session with the PyTorch
+    engine on compute capability 8.0 or newer: weights, activations, CUDA graphs and cache. Adapters are counted in both. Memory of the
+    driver, of TensorRT and of PyTorch is not counted.
 
     Parameters
     ----------
@@ -140,10 +142,12 @@ def what_fits(
         with_capable_gpus(options, checkpoint.value_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
         source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
-        has_host_table, in_torch = per_layer_table == "host", None
+        has_host_table = per_layer_table == "host"
         if has_host_table and model.per_layer_embedding is None:
             raise ConfigError(f"per_layer_table: expected device for a model without per-layer embeddings, got host for {model.family}.")
-        if has_host_table or first_missing(model, COMPUTED_FEATURES) is not None:
+        target = None if tensorrt is None else build_target(tensorrt, options)
+        in_torch = None
+        if has_host_table or not _builds(model, options, target):
             in_torch = TorchMemory.of(checkpoint, adapters_rank=adapters_rank, has_host_table=has_host_table)
         static = _static_kv(checkpoint)
         format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF
@@ -152,7 +156,6 @@ def what_fits(
         return _fits_in_torch(in_torch, format_, (None, KV_BY_TOKEN, *static), budget, slots=max_batch_size, length=length, dtype=dtype)
     roundings = () if source.packed else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
     rounded = ((one, source.rounded(one)) for one in roundings)
-    target = None if tensorrt is None else build_target(tensorrt, options)
     sources = [(format_, source), *((one, packed) for one, packed in rounded if _exists(packed, options, tensorrt))]
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     fits = (
@@ -161,6 +164,19 @@ def what_fits(
         for quantized in (None, KV_BY_TOKEN, *static)
     )
     return tuple(fit for fit in fits if fit is not None)
+
+
+def _builds(model: ModelConfig, options: BuildOptions, target: BuildTarget | None) -> bool:
+    """Return False for a model that TensorRT's networks do not compute, or that has experts and no plugin layers that do."""
+    if first_missing(model, COMPUTED_FEATURES) is not None:
+        return False
+    if not any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers):
+        return True
+    try:
+        ResolvedOptions.of_model(options, model, target)
+    except ConfigError:
+        return False
+    return True
 
 
 def _fit(
@@ -245,7 +261,7 @@ def _fits_in_torch(
 def _exists(source: PackedModel, options: BuildOptions, tensorrt: TensorRT | None) -> bool:
     """Return whether the GPUs of a build have the types of rounded weights."""
     try:
-        with_capable_gpus(options, {packed.type for packed in source.packed.values()}, tensorrt)
+        with_capable_gpus(options, {packed.type for packed in source.packed.values()} - {BYTES}, tensorrt)
     except ConfigError:
         return False
     return True

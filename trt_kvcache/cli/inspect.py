@@ -19,6 +19,7 @@ from trt_kvcache.engine.protocol import TensorMode, TensorSpec
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE
 from trt_kvcache.engine_folder.inspection import EngineInspection, inspect_engine
 from trt_kvcache.engine_folder.records import SegmentsRecord
+from trt_kvcache.model import RoutedMlpConfig
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.plan_inspection import PlanInspection, inspect_plan
 
@@ -89,6 +90,9 @@ def _print_head(found: EngineInspection) -> None:
     say(f"cache: {count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {stored}, {', '.join(kinds)}")
     say(f"built by: {found.tensorrt_flavour} {found.tensorrt_version}; compute capabilities: {targets}")
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
+    experts = sum(isinstance(layer.mlp, RoutedMlpConfig) for layer in found.model.layers)
+    if experts:
+        say(f"experts: plugin layers of {count(experts, 'layer')}, which run in Python")
     if checkpoint.adapter:
         say(f"merged adapter: {checkpoint.adapter}, fingerprint {checkpoint.adapter_fingerprint[:16]}")
     if found.adapters is not None:

@@ -79,6 +79,7 @@ def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int)
         "window": window_in_cache(mixer, max_sequence_length),
         "softcap": mixer.softcap,
         "rotary_dim": None if mixer.rotary_dim == mixer.head_dim else mixer.rotary_dim,
+        "sinks": 1 if mixer.sinks else None,
     }
     return {**attributes, **{name: value for name, value in own.items() if value is not None}}
 

@@ -21,7 +21,7 @@ from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
-from trt_kvcache.builder.network.weights import Weights
+from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
@@ -55,7 +55,7 @@ def add_decoder(
     attention, max_sequence_length = options.attention, cache.max_sequence_length
     operations = options.operations or {}
     # first, into an empty network
-    plugin_layers = decoder_plugin_layers(graph, model, names, cache, operations) if attention == "plugin" else None
+    plugin_layers = decoder_plugin_layers(graph, weights, model, names, cache, operations) if attention == "plugin" else None
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
     last_token_ids = _last_token_ids(graph, model, names, options)
@@ -73,8 +73,8 @@ def add_decoder(
         updates = AdapterUpdates(graph, options.adapter_tensors(model), slots_of=input_ids)
         context = replace(context, updates=updates)
     if plugin_layers is not None:
-        lowering = _plugin_lowering(graph, model, plugin_layers, options, start_index=start_index)
-        context = replace(context, lowering=lowering)
+        lowering = _plugin_lowering(graph, weights, model, plugin_layers, options, start_index=start_index)
+        context = replace(context, lowering=lowering, plugin_layers=plugin_layers)
     elif attention != "plugin":
         lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
         scalings = filter(None, dict.fromkeys(mixer.query_scaling for mixer in model.attention_layers))
@@ -144,13 +144,18 @@ def _add_head(graph: Graph, x: Any, last_token_ids: Any, weights: Weights, model
 
 
 def _plugin_lowering(
-    graph: Graph, model: ModelConfig, layers: DecoderPluginLayers, options: ResolvedOptions, *, start_index: Any
+    graph: Graph, weights: Weights, model: ModelConfig, layers: DecoderPluginLayers, options: ResolvedOptions, *, start_index: Any
 ) -> PluginLayerLowering:
-    """Return the lowering to plugin layers, after adding the RoPE tables that they read."""
+    """Return the lowering to plugin layers, after adding the RoPE tables and the attention sinks that they read."""
     length = options.max_sequence_length
     tables = {kind: graph.constant(name, cos_sin(kind, length=length)) for kind, name in cos_sin_names(model).items()}
+    sinks = {
+        index: graph.constant(f"model.layers.{index}.self_attn.sinks", LayerWeights(weights, model, index).exact("sinks"))
+        for index, mixer in zip(model.attention_indices, model.attention_layers, strict=True)
+        if mixer.sinks
+    }
     return PluginLayerLowering(
-        model, layers, max_sequence_length=length, start_index=start_index, cos_sin=tables, v_outputs=options.v_outputs
+        model, layers, max_sequence_length=length, start_index=start_index, cos_sin=tables, sinks=sinks, v_outputs=options.v_outputs
     )
 
 
