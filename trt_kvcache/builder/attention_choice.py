@@ -68,6 +68,7 @@ class AttentionBuild:
     max_sequence_length: int
     operations: frozenset[str] = frozenset()  # that the caller replaces
     has_plugin_library: bool = False
+    takes_trees: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +208,13 @@ RULES = (
     ),
     Rule(
         tensorrt="both",
+        condition="trees of draft tokens (`--draft-tree`)",
+        order=("plugin",),
+        reason="no other variant takes trees of draft tokens",
+        applies=lambda build: build.takes_trees,
+    ),
+    Rule(
+        tensorrt="both",
         condition="a model without attention layers",
         order=("native", "mask", "plugin"),
         reason="the model has no attention layers",
@@ -271,7 +279,7 @@ def _named(variant: AttentionName, build: AttentionBuild) -> AttentionChoice:
     """Return the choice of a caller, after checking that the build can have it."""
     others = (
         ()
-        if build.kv_dtype or build.has_plugin_library
+        if build.kv_dtype or build.has_plugin_library or build.takes_trees
         else tuple(one for one in ATTENTION_VARIANTS if one != variant and why_not(one, build) is None)
     )
     obstacle = why_not(variant, build)

@@ -249,6 +249,7 @@ def _config(
         computed_dtype=options.dtype if cache.kv is not None and cache.kv.has_scales else None,
         plugin_library=library,
         adapters=options.adapter_inputs,
+        draft_tree=options.draft_tree,
     )
 
 

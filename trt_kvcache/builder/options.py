@@ -19,8 +19,10 @@ from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.registry import BUILT_IN_OPERATIONS, OPERATIONS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -73,6 +75,7 @@ class BuildKeywords(TypedDict, total=False):
     adapter: str | os.PathLike[str] | None
     adapters_rank: int | None
     adapters_modules: Sequence[str] | None
+    draft_tree: int | None
     kv_dtype: str | None
     kv_scales: str | None
 
@@ -136,6 +139,10 @@ class BuildOptions:
     adapters_modules : sequence of str, optional
         With ``adapters_rank``, the linear layers that adapters may change, by the ends of their names, such as ``("q_proj", "v_proj")``.
         If left out, all of attention, recurrent mixers and MLPs.
+    draft_tree : int, optional
+        Make an input for trees of draft tokens, with which ``verify`` takes ``parents``: most tokens of a tree, from 2 to 64, of which one
+        enqueue returns all logits (``max_logits_per_slot`` is at least this). With plugin attention in one plan, and not with a plugin
+        library or a registered attention: see ``docs/sessions.md``.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -177,6 +184,7 @@ class BuildOptions:
     adapter: str | os.PathLike[str] | None = None
     adapters_rank: int | None = None
     adapters_modules: Sequence[str] | None = None
+    draft_tree: int | None = None
     kv_dtype: str | None = None
     kv_scales: str | None = None
 
@@ -207,6 +215,8 @@ class BuildOptions:
         self._normalize("adapters_rank", partial(int_in_range, "adapters_rank", low=1, high=MAX_DIMENSION - 7, error=ConfigError))
         self._normalize("adapters_modules", _as_modules)
         self._check_adapters()
+        self._normalize("draft_tree", partial(int_in_range, "draft_tree", low=2, high=MAX_TREE_TOKENS, error=ConfigError))
+        self._check_draft_tree()
 
     def _normalize(self, name: str, convert: Callable[[Any], Any]) -> None:
         """Replace a value that was given by the converted one."""
@@ -242,6 +252,15 @@ class BuildOptions:
             raise ConfigError(f"adapters_modules: expected adapters_rank with it, got {', '.join(self.adapters_modules)} alone.")
         if self.adapters_rank is not None and self.adapter is not None:
             raise ConfigError(f"adapters_rank: expected none with adapter, which is merged, got {self.adapters_rank}.")
+
+    def _check_draft_tree(self) -> None:
+        if self.draft_tree is None:
+            return
+        if self.plugin_library is not None:
+            raise ConfigError(f"draft_tree: expected no plugin_library with it, whose plugin takes chains only, got {self.plugin_library}.")
+        replaced = (self.operations or {}).get(AttentionOp.name)
+        if replaced is not None:
+            raise ConfigError(f"draft_tree: expected no operation in place of {AttentionOp.name}, got {replaced}.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> BuildOptions:

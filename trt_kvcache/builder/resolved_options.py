@@ -26,6 +26,7 @@ from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.step_ancestors import ancestors_input, why_no_trees
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 from trt_kvcache.model import ModelConfig
@@ -119,6 +120,7 @@ class ResolvedOptions(BuildOptions):
                 max_sequence_length=length,
                 operations=frozenset(options.operations or ()),
                 has_plugin_library=options.plugin_library is not None,
+                takes_trees=options.draft_tree is not None,
             ),
         )
         if options.plugin_library is not None and choice.variant != "plugin":
@@ -131,6 +133,7 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
             raise ConfigError(f"adapters_rank: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+        _check_draft_tree(options, model, choice.variant, width)
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(
@@ -140,7 +143,7 @@ class ResolvedOptions(BuildOptions):
         chosen = {
             "max_sequence_length": length,
             "max_prefill_length": width,
-            "max_logits_per_slot": logits_per_slot(options.max_logits_per_slot, max_prefill_length=width),
+            "max_logits_per_slot": max(logits_per_slot(options.max_logits_per_slot, max_prefill_length=width), options.draft_tree or 1),
             "dtype": options.dtype or model.dtype,
             "attention": choice.variant,
             "v_outputs": _v_outputs(options, model, choice, target),
@@ -170,7 +173,13 @@ class ResolvedOptions(BuildOptions):
             max_batch_size=self.max_batch_size,
             max_prefill_length=self.max_prefill_length,
             max_logits_per_slot=self.max_logits_per_slot,
+            draft_tree=self.draft_tree,
         )
+
+    @property
+    def tree_tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the input for trees of draft tokens; none without ``draft_tree``."""
+        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
 
     def adapter_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
         """Return the inputs for adapters; none without ``adapters_rank``."""
@@ -219,6 +228,21 @@ class ResolvedOptions(BuildOptions):
         if self.timing_cache is not None and tensorrt.is_rtx:
             raise ConfigError("timing_cache: expected with full TensorRT only; TensorRT for RTX measures no kernels when it builds.")
         check_capabilities(self, tensorrt)
+
+
+def _check_draft_tree(options: BuildOptions, model: ModelConfig, variant: AttentionName, width: int) -> None:
+    """Check that a build can have an input for trees, if the caller wants it."""
+    if options.draft_tree is None:
+        return
+    if variant != "plugin":
+        raise ConfigError(f"draft_tree: expected plugin attention with it, got {variant}.")
+    if options.plugin_layers == SEGMENTS:
+        raise ConfigError(f"draft_tree: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+    why = why_no_trees(model)
+    if why is not None:
+        raise ConfigError(f"draft_tree: expected a model whose engine can take trees, got {model.family} with {why}.")
+    if options.draft_tree > width:
+        raise ConfigError(f"draft_tree: expected at most max_prefill_length={width}, got {options.draft_tree}.")
 
 
 def _v_outputs(options: BuildOptions, model: ModelConfig, choice: AttentionChoice, target: BuildTarget) -> bool:

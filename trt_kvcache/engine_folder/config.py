@@ -11,6 +11,7 @@ from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine.step_ancestors import ancestors_input
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_to_dict
 from trt_kvcache.model import ModelConfig
 
@@ -40,6 +41,7 @@ class EngineFolderConfig:
     plugin_library: FileRecord | None = None  # that the plan carries
     v_outputs: tuple[TensorSpec, ...] = ()  # further outputs, which nobody reads
     adapters: AdapterInputs | None = None  # further inputs, for adapters that a session exchanges
+    draft_tree: int | None = None  # most tokens of a tree, of an engine with a further input for trees of draft tokens
     package_version: str = __version__  # at the build
 
     @property
@@ -63,6 +65,11 @@ class EngineFolderConfig:
         if self.adapters is None:
             return ()
         return self.adapters.tensors(self.model, slots=most_slots(self.profiles), dtype=self.dtype)
+
+    @property
+    def tree_tensors(self) -> tuple[TensorSpec, ...]:
+        """The input for trees of draft tokens; none of an engine without."""
+        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
 
     def network_facts(self) -> dict[str, Any]:
         """Return the fields that say what the engine computes, without files and places: those of two builds of one model are equal."""
@@ -94,4 +101,5 @@ class EngineFolderConfig:
             "tensors": list(map(tensor_to_dict, self.tensors)),
             "v_outputs": list(map(tensor_to_dict, self.v_outputs)),
             "adapters": None if self.adapters is None else {"rank": self.adapters.rank, "modules": list(self.adapters.modules)},
+            "draft_tree": self.draft_tree,
         }

@@ -11,6 +11,7 @@ from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine.step_ancestors import ancestors_input
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
@@ -65,6 +66,8 @@ class EngineInspection:
         Further outputs, which nobody reads: V of each plugin layer, of an engine that was built with ``v_outputs``.
     adapters : AdapterInputs or None
         For an engine that was built with ``adapters_rank``: the ranks of all adapters, and the linear layers that they may change.
+    draft_tree : int or None
+        For an engine that was built with ``draft_tree``: most tokens of a tree of draft tokens.
     """
 
     path: Path
@@ -86,6 +89,7 @@ class EngineInspection:
     plugin_library: FileRecord | None
     v_outputs: tuple[TensorSpec, ...]
     adapters: AdapterInputs | None
+    draft_tree: int | None
 
     @property
     def adapter_tensors(self) -> tuple[TensorSpec, ...]:
@@ -93,6 +97,11 @@ class EngineInspection:
         if self.adapters is None:
             return ()
         return self.adapters.tensors(self.model, slots=most_slots(self.profiles), dtype=self.dtype)
+
+    @property
+    def tree_tensors(self) -> tuple[TensorSpec, ...]:
+        """The input for trees of draft tokens, which is not among ``tensors``; none of an engine without."""
+        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
 
     @property
     def adapters_nbytes(self) -> int:
@@ -228,4 +237,5 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         plugin_library=config.plugin_library,
         v_outputs=config.v_outputs,
         adapters=config.adapters,
+        draft_tree=config.draft_tree,
     )

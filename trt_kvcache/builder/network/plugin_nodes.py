@@ -43,14 +43,20 @@ class DecoderPluginLayers:
 
 
 def decoder_plugin_layers(
-    graph: Graph, model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, operations: Mapping[str, str]
+    graph: Graph,
+    model: ModelConfig,
+    names: TensorNames,
+    cache: DecoderCacheConfig,
+    operations: Mapping[str, str],
+    trees: Sequence[TensorSpec] = (),
 ) -> DecoderPluginLayers | None:
     """Prepare an empty network for the plugin layers of a decoder; None for a decoder without any.
 
-    ``operations`` are names of registered operations, by the names of our operations that they replace.
+    ``operations`` are names of registered operations, by the names of our operations that they replace. ``trees`` has the input for trees
+    of draft tokens, if attention takes them.
     """
     attention = {
-        layer: _attention_node(model, layer, index.kv, names, cache, graph.dtype, operations.get(AttentionOp.name))
+        layer: _attention_node(model, layer, index.kv, names, cache, graph.dtype, operations.get(AttentionOp.name), trees)
         for layer, index in enumerate(cache_indices(model))
         if index.kv is not None
     }
@@ -62,7 +68,14 @@ def decoder_plugin_layers(
 
 
 def _attention_node(
-    model: ModelConfig, layer: int, index: int, names: TensorNames, cache: DecoderCacheConfig, dtype: str, registered: str | None
+    model: ModelConfig,
+    layer: int,
+    index: int,
+    names: TensorNames,
+    cache: DecoderCacheConfig,
+    dtype: str,
+    registered: str | None,
+    trees: Sequence[TensorSpec],
 ) -> AttentionPluginNode:
     """Return the plugin layer of a layer with the K and V of an index: of our plugin, or of a registered operation."""
     mixer, kv, length = model.layers[layer].attention, cache.kv, cache.max_sequence_length
@@ -70,9 +83,9 @@ def _attention_node(
     past, present = kv_tensors(kv, names, index)
     attributes: dict[str, Any] = attention_op_attributes(mixer, max_sequence_length=length)
     op, name = AttentionOp(**attributes), f"model.layers.{layer}.self_attn/attend"
-    inputs = _attention_inputs(mixer, past, dtype=dtype, max_sequence_length=length)
+    inputs = _attention_inputs(mixer, past, trees, dtype=dtype, max_sequence_length=length)
     node = (
-        _kernel_node(name, op, kv, inputs, 1 + len(present))
+        _kernel_node(name, op, kv, inputs, 1 + len(present), takes_trees=bool(trees))
         if registered is None
         else _operation_node(name, op, registered, inputs, attributes)
     )
@@ -80,19 +93,22 @@ def _attention_node(
 
 
 def _attention_inputs(
-    mixer: AttentionConfig, past: Sequence[TensorSpec], *, dtype: str, max_sequence_length: int
+    mixer: AttentionConfig, past: Sequence[TensorSpec], trees: Sequence[TensorSpec], *, dtype: str, max_sequence_length: int
 ) -> tuple[TensorType, ...]:
-    """Return the inputs of attention in order: q, k, v, the cache, lengths, scales, and the angles of RoPE."""
+    """Return the inputs of attention in order: q, k, v, the cache, lengths, ancestors, scales, and the angles of RoPE."""
     heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
     qkv = [TensorType((-1, -1, count, mixer.head_dim), dtype) for count in heads]
     cache, *scales = [TensorType(spec.shape, spec.dtype) for spec in past]
+    ancestors = [TensorType(spec.shape, spec.dtype) for spec in trees]
     angles = [TensorType((max_sequence_length, 2, mixer.rotary_dim // 2), "float32")] if mixer.after_norms.rope is not None else []
-    return (*qkv, cache, TensorType((-1,), "int32"), *scales, *angles)
+    return (*qkv, cache, TensorType((-1,), "int32"), *ancestors, *scales, *angles)
 
 
-def _kernel_node(name: str, op: AttentionOp, kv: KVCacheConfig, inputs: Sequence[TensorType], num_outputs: int) -> PluginNode:
+def _kernel_node(
+    name: str, op: AttentionOp, kv: KVCacheConfig, inputs: Sequence[TensorType], num_outputs: int, *, takes_trees: bool
+) -> PluginNode:
     """Return a layer of ``KVCacheAttention``."""
-    attributes = op.kernel_attributes()
+    attributes = replace(op.kernel_attributes(), takes_trees=takes_trees)
     if kv.has_scales:
         attributes = replace(attributes, kv_dtype=kv.dtype, kv_scales="token" if kv.scales_by_token else "head")
     return PluginNode(
