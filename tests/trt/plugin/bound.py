@@ -32,7 +32,8 @@ class Bound:
         self.memory, self.stream, self.handle = memory, stream, int(stream.__cuda_stream__()[1])
         self.tensors = {name: memory.to_device(np.ascontiguousarray(array), stream=stream) for name, array in self.host.items()}
         if takes_trees:
-            self.tensors["ancestors"] = self._table()
+            known = self.tensors | {"ancestors": self._table()}
+            self.tensors = {name: known[name] for name in inputs_of(self.fields) if name in known}
         self.out = memory.to_device(np.zeros((slots + 1, *rest), self.host["q"].dtype), stream=stream)
         self.workspace = memory.to_device(np.empty(workspace_nbytes(self.fields), np.uint8), stream=stream)
         self.fill()
