@@ -53,8 +53,7 @@ def decoder_profiles(
 ) -> tuple[EngineProfile, ...]:
     """Return the optimisation profiles: prefill, decode, and verify if the logits of more than one token per slot are wanted.
 
-    Verify takes up to 17 new tokens, or the ``draft_tree`` tokens of a tree, for speculative decoding; it is left out where it would equal
-    prefill.
+    Verify takes up to 17 new tokens, or the ``draft_tree`` tokens of a tree; it is left out where it would equal prefill.
     """
     profile = partial(EngineProfile, min_batch=MIN_BATCH_SIZE, min_width=1)
     profiles = (

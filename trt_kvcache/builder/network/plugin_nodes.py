@@ -52,8 +52,7 @@ def decoder_plugin_layers(
 ) -> DecoderPluginLayers | None:
     """Prepare an empty network for the plugin layers of a decoder; None for a decoder without any.
 
-    ``operations`` are names of registered operations, by the names of our operations that they replace. ``trees`` has the input for trees
-    of draft tokens, if attention takes them.
+    ``operations``: registered operations, by the names of ours that they replace. ``trees``: the input for trees, or nothing.
     """
     attention = {
         layer: _attention_node(model, layer, index.kv, names, cache, graph.dtype, operations.get(AttentionOp.name), trees)
