@@ -371,6 +371,10 @@ class TestModel:
         options["draft_tree"] = 9
         with InferenceSession.open(trees, **options) as session:
             assert session.engine.memory is gpu.memory
+        with InferenceSession.open(trees, engine="tensorrt", draft=str(trees), draft_tree=9) as session:
+            assert len(list(session.generate([[5, 6]], max_new_tokens=12, ignore_eos=True))) == 12
+            assert session.statistics.accepted_tokens > 0
+        assert [path for path, _ in gpu.opened] == [trees] * 3
 
     def test_an_engine_folder_without_the_logits_of_several_tokens_refuses_drafts(self, folder, gpu, monkeypatch):
         with pytest.raises(ConfigError) as error:

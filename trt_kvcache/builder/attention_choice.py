@@ -258,8 +258,9 @@ def choose_attention(named: str, build: AttentionBuild) -> AttentionChoice:
     obstacles = {variant: why_not(variant, build) for variant in rule.order}
     possible = tuple(variant for variant, why in obstacles.items() if why is None)
     refused = "; ".join(f"{variant}: {why}" for variant, why in obstacles.items() if why is not None)
-    if not possible and build.kv_dtype is not None:
-        raise ConfigError(f"{obstacles['plugin']}. kv_dtype={build.kv_dtype} chose plugin attention: {rule.reason}.")
+    chosen_by = f"kv_dtype={build.kv_dtype}" if build.kv_dtype is not None else "draft_tree" if build.takes_trees else None
+    if not possible and chosen_by is not None:
+        raise ConfigError(f"{obstacles['plugin']}. {chosen_by} chose plugin attention: {rule.reason}.")
     if not possible:
         raise ConfigError(f"attention: expected a variant that {build.target.tensorrt} can build for this model, got none: {refused}.")
     variant = possible[0]
