@@ -98,7 +98,8 @@ def is_built(full: TensorRT, name: str) -> bool:
 
 def recorded_tensors(full: TensorRT, config: EngineFolderConfig) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return shape and type, by name, of all that ``config.json`` says a network has."""
-    specs = (*map(packed_as_int32, config.tensors), *config.adapter_tensors, *config.embedding_tensors, *config.v_outputs)
+    inputs = (*config.adapter_tensors, *config.embedding_tensors, *config.tree_tensors)
+    specs = (*map(packed_as_int32, config.tensors), *inputs, *config.v_outputs)
     return {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
 
 
@@ -375,6 +376,28 @@ def test_an_engine_binds_its_rows(
         make_ready(engine, memory, batch=3, width=5)
         enqueue(engine)
         assert stand_in.enqueues[-1].addresses["embedding_rows"] == engine.embeddings.table.ptr
+    gc.collect()
+
+
+def test_an_engine_binds_its_trees(
+    stand_in: Any, full: TensorRT, model: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every plugin layer reads them, of version 3."""
+    runs = record_plugin_runs(monkeypatch)
+    folder = EngineFolder.open(build_engine(model, tmp_path / "engine", **SIZES, flavour="tensorrt", draft_tree=4).path)
+    config, network = folder.config, stand_in.networks[-1]
+    assert network.tensors() == recorded_tensors(full, config)
+    assert [layer.key[1] for layer in [*stand_in.plans.values()][-1].plugins] == [b"3"] * LAYERS
+    assert all(profile["ancestors"][place] == (3, 64, 2) for profile in stand_in.configs[-1].profiles for place in range(3))
+    with TensorRTEngine.open(folder, memory=memory) as engine:
+        assert dict(engine.tensors) == {spec.name: spec for spec in config.tensors}
+        make_ready(engine, memory, batch=3, width=3)
+        assert engine.ancestors is not None
+        engine.ancestors.write([[-1, 0, 0], [-1], []], 3, stream=memory.create_stream())
+        enqueue(engine)
+        assert stand_in.enqueues[-1].addresses["ancestors"] == engine.ancestors.address
+        assert [inputs[5] for _, inputs, _ in runs] == [engine.ancestors.address] * LAYERS
+        assert engine.ancestors.of_step(3, 3).numpy().tolist() == [[1, 3, 5], [1, 2, 4], [1, 2, 4]]
     gc.collect()
 
 

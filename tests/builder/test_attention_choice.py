@@ -132,6 +132,8 @@ def test_k_and_v_in_8_bits_are_for_the_plugin(target: BuildTarget) -> None:
     assert (choice.variant, choice.others) == ("plugin", ())
     with pytest.raises(ConfigError, match=r"^head_dim: expected one of 64, .*, got 24\. kv_dtype=int8 chose plugin attention"):
         choose(target, ODD, kv_dtype="int8")
+    with pytest.raises(ConfigError, match=r"^head_dim: expected one of 64, .*, got 24\. draft_tree chose plugin attention: no other"):
+        choose(target, ODD, takes_trees=True)
 
 
 @pytest.mark.parametrize("minor", [0, 1, 2])

@@ -24,7 +24,7 @@ from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.build import BuildFlags
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, QueryScaling
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT, load
 
@@ -282,3 +282,41 @@ def test_the_next_variant_has_no_v_outputs() -> None:
     following = options.next_attention()
     assert following is not None
     assert (options.attention, options.v_outputs, following.attention, following.v_outputs) == ("plugin", True, "mask", False)
+
+
+def test_an_engine_for_trees_has_their_logits_and_an_input() -> None:
+    wide = with_mixer(MODEL, head_dim=64)
+    options = resolve(wide, max_prefill_length=40, draft_tree=24, max_batch_size=1)
+    assert (options.attention, options.max_logits_per_slot, options.profiles[-1].max_width) == ("plugin", 24, 24)
+    assert options.choice.reason == "no other variant takes trees of draft tokens"
+    [ancestors] = options.tree_tensors
+    assert (ancestors.name, ancestors.dtype, ancestors.shape) == ("ancestors", "int32", (2, 64, 2))
+    assert resolve(wide, max_prefill_length=40, draft_tree=24, max_logits_per_slot=30).max_logits_per_slot == 30
+    assert resolve(wide, max_prefill_length=40, attention="plugin", max_logits_per_slot=30).tree_tensors == ()
+    assert resolve(wide, max_prefill_length=40, attention="plugin", max_logits_per_slot=30).profiles[-1].max_width == 17
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "got"),
+    [
+        ({"attention": "mask"}, "plugin attention", "mask"),
+        ({"attention": "native"}, "plugin attention", "native"),
+        ({"plugin_layers": "segments"}, "plugin_layers=one-plan", "segments"),
+        ({"max_prefill_length": 23}, "max_prefill_length=23", 24),
+        ({"plugin_library": "lib.so"}, "no plugin_library", "lib.so"),
+        ({"operations": {"attention": "attention"}}, "no operation in place of attention", "attention"),
+    ],
+    ids=str,
+)
+def test_options_that_an_engine_for_trees_cannot_have(options: Any, expected: str, got: Any) -> None:
+    with raises(ConfigError, "draft_tree", expected=expected, got=got):
+        resolve(with_mixer(MODEL, head_dim=64), **{"draft_tree": 24, "max_prefill_length": 40, **options})
+
+
+def test_models_that_have_no_engine_for_trees() -> None:
+    scaled = with_mixer(MODEL, head_dim=64, query_scaling=QueryScaling(beta=0.5, period=3))
+    with raises(ConfigError, "draft_tree", expected="model whose engine can take trees", got="queries that are scaled by position"):
+        resolve(scaled, draft_tree=24, max_prefill_length=40)
+    for number in (1, 65):
+        with raises(ConfigError, "draft_tree", expected="2 to 64", got=number):
+            BuildOptions(draft_tree=number)

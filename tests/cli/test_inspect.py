@@ -99,6 +99,15 @@ def test_the_input_for_rows_is_shown(run: Run, engine: Path, tmp_path: Path):
     assert json.loads(run("inspect", with_rows, "--json").out)["max_embeddings"] == 6
 
 
+def test_the_input_for_trees_is_shown(run: Run, engine: Path, tmp_path: Path):
+    with_input = make_engine_folder(SHIPPED, tmp_path / "trees", attention_variant="plugin", max_logits_per_slot=9, draft_tree=9).path
+    shown = run("inspect", with_input).out
+    assert "takes trees of draft tokens: of up to 9 tokens for each slot\n" in shown
+    assert ["ancestors", "input", "int32", "[3, 64, 2]", ""] in rows(shown, "Tensors")
+    assert "takes trees" not in run("inspect", engine).out
+    assert json.loads(run("inspect", with_input, "--json").out)["draft_tree"] == 9
+
+
 def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):
     shape = f"[?, {MIXER.num_kv_heads}, 38, {MIXER.head_dim}]"
     assert rows(run("inspect", engine).out, "Tensors") == [

@@ -341,3 +341,39 @@ def test_a_wrong_value_anywhere_is_refused_and_gives_no_other_error(model, tmp_p
                     taken.add("/".join(map(str, (*path, last))))
     plans = {name for name in taken if name.endswith("plan_nbytes")}
     assert taken - plans == FREE | (SEGMENTED if segmented else {"plan/nbytes"})
+
+
+def config_with_trees(model: Path, **changes: Any) -> EngineFolderConfig:
+    with Checkpoint.open(model) as checkpoint:
+        return make_config(checkpoint, **{"attention_variant": "plugin", "max_logits_per_slot": 9, "draft_tree": 9, **changes})
+
+
+def test_the_input_for_trees_is_recorded(model: Path) -> None:
+    config, without = config_with_trees(model), config_with_trees(model, draft_tree=None)
+    data = json.loads(json.dumps(config.to_dict()))
+    assert read_config(data) == config
+    assert [(spec.name, spec.shape) for spec in config.tree_tensors] == [("ancestors", (3, 64, 2))]
+    assert config.network_facts() != without.network_facts()
+    del data["draft_tree"]  # folders of before
+    assert read_config(data) == without
+    assert read_config(data).tree_tensors == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_tree": 1}, "draft_tree: expected an integer from 2 to 64, got 1"),
+        ({"draft_tree": True}, "draft_tree: expected an integer, got True"),
+        ({"draft_tree": "9"}, "draft_tree: expected an integer, got '9'"),
+        ({"draft_tree": 10}, "draft_tree: expected at most 9, the logits of a slot in profiles, got 10"),
+        ({"attention_variant": "native"}, "draft_tree: expected none with native attention, got 9"),
+        ({"segmented": True}, "draft_tree: expected none with segments, got 9"),
+        ({"plugin_library": FileRecord(nbytes=3, sha256="0")}, "draft_tree: expected none with a plugin library, got 9"),
+    ],
+    ids=str,
+)
+def test_an_input_for_trees_that_cannot_be(model: Path, changes: dict[str, Any], message: str) -> None:
+    draft_tree = changes.pop("draft_tree", 9)
+    data = {**config_with_trees(model, **changes).to_dict(), "draft_tree": draft_tree}
+    with pytest.raises(EngineError, match=message):
+        read_config(data)

@@ -28,7 +28,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
         "cache": cache,
         "names": DEFAULT_NAMES,
         "tensors": decoder_tensors(model, cache, DEFAULT_NAMES, **logits),
-        "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11, **logits),
+        "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11, **logits, draft_tree=changes.get("draft_tree")),
         "attention_variant": variant,
         "attention": tuple(AttentionLayerConfig(layer=layer, variant=variant, decomposable=False) for layer in model.attention_indices),
         "tensorrt_flavour": "tensorrt_rtx",

@@ -100,6 +100,12 @@ def test_inputs_for_adapters_and_for_rows_have_no_values_here(decode, tmp_path):
         assert (done.returncode, done.stderr) == (1, f"an engine with {what} needs Python: opening {folder} failed.\n")
 
 
+def test_an_engine_for_trees_needs_python(decode, tmp_path):
+    folder = make_engine(tmp_path / "engine", SHIPPED, **_PLUGIN, max_logits_per_slot=9, draft_tree=9).path
+    done = subprocess.run([decode, folder, "1", "1"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"an engine for trees of draft tokens needs Python: opening {folder} failed.\n")
+
+
 @pytest.mark.parametrize(
     ("model", "changes"),
     [(SHIPPED, {}), (SHIPPED, _PLUGIN | _LIBRARY | _V_OUTPUTS), (SHIPPED, {"segmented": True}), (_HYBRID, _PLUGIN)],

@@ -93,7 +93,15 @@ class FakeGPU:
         if self.failure is not None:
             raise self.failure
         with folder.open_checkpoint() as checkpoint:
-            return ReferenceEngine(checkpoint, kv=folder.config.cache, max_prefill_length=folder.config.max_prefill_length, memory=memory)
+            config = folder.config
+            return ReferenceEngine(
+                checkpoint,
+                kv=config.cache,
+                max_prefill_length=config.max_prefill_length,
+                max_logits_per_slot=config.max_logits_per_slot,
+                attention=config.attention_variant,
+                memory=memory,
+            )
 
 
 @pytest.fixture
@@ -368,6 +376,49 @@ class TestModel:
         with pytest.raises(BuildError, match="enough seen"):
             InferenceSession.from_model(model, engine="tensorrt", draft="ngram", **given)
         assert asked["max_logits_per_slot"] == logits
+
+    @pytest.mark.parametrize(("given", "tree"), [({}, 12), ({"max_prefill_length": 11}, 11)])
+    @pytest.mark.usefixtures("gpu")
+    def test_an_engine_that_is_built_for_trees_takes_them(self, model, monkeypatch, given, tree):
+        """The draft model's too, of which auto builds none."""
+        asked = []
+
+        def build(path, target, *, progress, **options):
+            asked.append(BuildOptions.of(options).draft_tree)
+            raise BuildError("enough seen")
+
+        monkeypatch.setattr(opening, "build_engine", build)
+        options = {"draft": str(model), "draft_tree": 12, **given}
+        with pytest.raises(BuildError, match="enough seen"):
+            InferenceSession.from_model(model, engine="tensorrt", **options)
+        with pytest.raises(BuildError, match="enough seen"):
+            opening.open_model(model, SessionOptions(engine="tensorrt", **given), draft_tree=12)
+        assert asked == [tree, tree]
+        with InferenceSession.from_model(model, **options) as session:
+            assert isinstance(session.engine, ReferenceEngine)
+        assert asked == [tree, tree]
+
+    def test_an_engine_folder_for_fewer_tokens_of_a_tree_is_refused(self, model, folder, gpu, tmp_path):
+        options = {"draft": str(model), "draft_tree": 10}
+        nine = {"attention_variant": "plugin", "max_logits_per_slot": 9, "draft_tree": 9}
+        trees = make_engine_folder(model, tmp_path / "trees", **nine).path
+        for path, got in ((folder, "one of chains only"), (trees, "one of trees of 9")):
+            with raises(
+                ConfigError, "draft_tree", expected="an engine for trees of 10 tokens", got=got, says="Build it with draft_tree=10."
+            ):
+                InferenceSession.open(path, engine="tensorrt", **options)
+            with pytest.raises(ConfigError, match=f"expected an engine for trees of 10 tokens, got {got}"):
+                opening.open_engine_folder(path, SessionOptions(engine="tensorrt"), draft_tree=10)
+            with InferenceSession.open(path, **options) as session:
+                assert session.engine.memory is not gpu.memory
+        assert gpu.opened == []
+        options["draft_tree"] = 9
+        with InferenceSession.open(trees, **options) as session:
+            assert session.engine.memory is gpu.memory
+        with InferenceSession.open(trees, engine="tensorrt", draft=str(trees), draft_tree=9) as session:
+            assert len(list(session.generate([[5, 6]], max_new_tokens=12, ignore_eos=True))) == 12
+            assert session.statistics.accepted_tokens > 0
+        assert [path for path, _ in gpu.opened] == [trees] * 3
 
     def test_an_engine_folder_without_the_logits_of_several_tokens_refuses_drafts(self, folder, gpu, monkeypatch):
         with pytest.raises(ConfigError) as error:

@@ -72,6 +72,7 @@ class AttentionBuild:
     max_sequence_length: int
     operations: frozenset[str] = frozenset()  # that the caller replaces
     has_plugin_library: bool = False
+    takes_trees: bool = False
 
     @property
     def routed_mlps(self) -> tuple[RoutedMlpConfig, ...]:
@@ -258,6 +259,13 @@ RULES = (
     ),
     Rule(
         tensorrt="both",
+        condition="trees of draft tokens (`--draft-tree`)",
+        order=("plugin",),
+        reason="no other variant takes trees of draft tokens",
+        applies=lambda build: build.takes_trees,
+    ),
+    Rule(
+        tensorrt="both",
         condition="a model without attention layers",
         order=("native", "mask", "plugin"),
         reason="the model has no attention layers",
@@ -301,8 +309,9 @@ def choose_attention(named: str, build: AttentionBuild) -> AttentionChoice:
     obstacles = {variant: why_not(variant, build) for variant in rule.order}
     possible = tuple(variant for variant, why in obstacles.items() if why is None)
     refused = "; ".join(f"{variant}: {why}" for variant, why in obstacles.items() if why is not None)
-    if not possible and build.kv_dtype is not None:
-        raise ConfigError(f"{obstacles['plugin']}. kv_dtype={build.kv_dtype} chose plugin attention: {rule.reason}.")
+    chosen_by = f"kv_dtype={build.kv_dtype}" if build.kv_dtype is not None else "draft_tree" if build.takes_trees else None
+    if not possible and chosen_by is not None:
+        raise ConfigError(f"{obstacles['plugin']}. {chosen_by} chose plugin attention: {rule.reason}.")
     if not possible:
         raise ConfigError(f"attention: expected a variant that {build.target.tensorrt} can build for this model, got none: {refused}.")
     variant = possible[0]
@@ -322,7 +331,7 @@ def _named(variant: AttentionName, build: AttentionBuild) -> AttentionChoice:
     """Return the choice of a caller, after checking that the build can have it."""
     others = (
         ()
-        if build.kv_dtype or build.has_plugin_library
+        if build.kv_dtype or build.has_plugin_library or build.takes_trees
         else tuple(one for one in ATTENTION_VARIANTS if one != variant and why_not(one, build) is None)
     )
     obstacle = why_not(variant, build)

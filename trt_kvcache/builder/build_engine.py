@@ -249,6 +249,7 @@ def _config(
         plugin_library=library,
         adapters=options.adapter_inputs,
         max_embeddings=options.max_embeddings,
+        draft_tree=options.draft_tree,
     )
 
 

@@ -19,8 +19,10 @@ from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.registry import BUILT_IN_OPERATIONS, OPERATIONS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -74,6 +76,7 @@ class BuildKeywords(TypedDict, total=False):
     adapters_rank: int | None
     adapters_modules: Sequence[str] | None
     max_embeddings: int
+    draft_tree: int | None
     kv_dtype: str | None
     kv_scales: str | None
 
@@ -140,6 +143,10 @@ class BuildOptions:
     max_embeddings : int
         Make an input for rows that prompts of a session may have in place of rows of the embedding, such as the features of an image: most
         different rows of a session, for ``InferenceSession.add_embeddings``. 0 for none: see ``docs/models.md``.
+    draft_tree : int, optional
+        Make an input for trees of draft tokens, with which ``verify`` takes ``parents``: most tokens of a tree, from 2 to 64, of which one
+        enqueue returns all logits (``max_logits_per_slot`` is at least this). With plugin attention in one plan, and not with a plugin
+        library or a registered attention: see ``docs/sessions.md``.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -182,6 +189,7 @@ class BuildOptions:
     adapters_rank: int | None = None
     adapters_modules: Sequence[str] | None = None
     max_embeddings: int = 0
+    draft_tree: int | None = None
     kv_dtype: str | None = None
     kv_scales: str | None = None
 
@@ -213,6 +221,8 @@ class BuildOptions:
         self._normalize("adapters_modules", _as_modules)
         self._check_adapters()
         object.__setattr__(self, "max_embeddings", int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError))
+        self._normalize("draft_tree", partial(int_in_range, "draft_tree", low=2, high=MAX_TREE_TOKENS, error=ConfigError))
+        self._check_draft_tree()
 
     def _normalize(self, name: str, convert: Callable[[Any], Any]) -> None:
         """Replace a value that was given by the converted one."""
@@ -248,6 +258,15 @@ class BuildOptions:
             raise ConfigError(f"adapters_modules: expected adapters_rank with it, got {', '.join(self.adapters_modules)} alone.")
         if self.adapters_rank is not None and self.adapter is not None:
             raise ConfigError(f"adapters_rank: expected none with adapter, which is merged, got {self.adapters_rank}.")
+
+    def _check_draft_tree(self) -> None:
+        if self.draft_tree is None:
+            return
+        if self.plugin_library is not None:
+            raise ConfigError(f"draft_tree: expected no plugin_library with it, whose plugin takes chains only, got {self.plugin_library}.")
+        replaced = (self.operations or {}).get(AttentionOp.name)
+        if replaced is not None:
+            raise ConfigError(f"draft_tree: expected no operation in place of {AttentionOp.name}, got {replaced}.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> BuildOptions:

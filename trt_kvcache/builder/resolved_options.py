@@ -27,6 +27,7 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slo
 from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.step_ancestors import ancestors_input, why_no_trees
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -130,6 +131,7 @@ class ResolvedOptions(BuildOptions):
                 max_sequence_length=length,
                 operations=frozenset(options.operations or ()),
                 has_plugin_library=options.plugin_library is not None,
+                takes_trees=options.draft_tree is not None,
             ),
         )
         if options.plugin_library is not None and choice.variant != "plugin":
@@ -152,6 +154,7 @@ class ResolvedOptions(BuildOptions):
                 raise ConfigError(
                     f"plugin_library: expected a model without {what}, got {model.family}: their plugin layers run in Python. Leave it out."
                 )
+        _check_draft_tree(options, model, choice.variant, width)
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(
@@ -162,7 +165,7 @@ class ResolvedOptions(BuildOptions):
         chosen = {
             "max_sequence_length": length,
             "max_prefill_length": width,
-            "max_logits_per_slot": logits_per_slot(options.max_logits_per_slot, max_prefill_length=width),
+            "max_logits_per_slot": max(logits_per_slot(options.max_logits_per_slot, max_prefill_length=width), options.draft_tree or 1),
             "dtype": options.dtype or model.dtype,
             "attention": choice.variant,
             "v_outputs": _v_outputs(options, model, choice, target),
@@ -192,7 +195,13 @@ class ResolvedOptions(BuildOptions):
             max_batch_size=self.max_batch_size,
             max_prefill_length=self.max_prefill_length,
             max_logits_per_slot=self.max_logits_per_slot,
+            draft_tree=self.draft_tree,
         )
+
+    @property
+    def tree_tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the input for trees of draft tokens; none without ``draft_tree``."""
+        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
 
     def adapter_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
         """Return the inputs for adapters; none without ``adapters_rank``."""
@@ -263,6 +272,21 @@ def _check_embeddings(options: BuildOptions, model: ModelConfig, replaced: str |
         raise ConfigError(
             f"operations: expected none in place of {EmbeddingOp.name} with max_embeddings, ids past the vocabulary, got {replaced}."
         )
+
+
+def _check_draft_tree(options: BuildOptions, model: ModelConfig, variant: AttentionName, width: int) -> None:
+    """Check that a build can have an input for trees, if the caller wants it."""
+    if options.draft_tree is None:
+        return
+    if variant != "plugin":
+        raise ConfigError(f"draft_tree: expected plugin attention with it, got {variant}.")
+    if options.plugin_layers == SEGMENTS:
+        raise ConfigError(f"draft_tree: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+    why = "attention sinks" if any(mixer.sinks for mixer in model.attention_layers) else why_no_trees(model)
+    if why is not None:
+        raise ConfigError(f"draft_tree: expected a model whose engine can take trees, got {model.family} with {why}.")
+    if options.draft_tree > width:
+        raise ConfigError(f"draft_tree: expected at most max_prefill_length={width}, got {options.draft_tree}.")
 
 
 def _v_outputs(options: BuildOptions, model: ModelConfig, choice: AttentionChoice, target: BuildTarget) -> bool:

@@ -36,6 +36,7 @@ from trt_kvcache.engine.attention_variants import AUTO, AttentionSetting
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, KVCacheError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice, PluginLayersChoice
 
 _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take a minute. Press Ctrl-C again to end it at once."
@@ -132,6 +133,16 @@ class BuildFlags:
             min=0, metavar="ROWS", help="Make an input for rows in place of rows of the embedding, such as the features of an image."
         ),
     ] = 0
+    draft_tree: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            max=MAX_TREE_TOKENS,
+            metavar="N",
+            help="Make an input for trees of draft tokens, for --draft-tree of other commands: most tokens of a tree. "
+            "Default: chains only.",
+        ),
+    ] = None
     kv_dtype: Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP)] = None
     kv_scales: Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP)] = None
     timing_cache: Annotated[

@@ -49,7 +49,8 @@ def inspect(
         put_json({**as_json(found), "doctor": None if verdict is None else verdict._asdict()})
         return
     _print_head(found)
-    _print_tensors((*found.tensors, *found.adapter_tensors, *found.embedding_tensors, *found.v_outputs), every_tensor=tensors)
+    inputs = (*found.adapter_tensors, *found.embedding_tensors, *found.tree_tensors)
+    _print_tensors((*found.tensors, *inputs, *found.v_outputs), every_tensor=tensors)
     _print_profiles(found)
     _print_attention(found)
     if found.segments is not None:
@@ -99,6 +100,8 @@ def _print_head(found: EngineInspection) -> None:
         say(f"inputs for adapters: {found.adapters.rank} ranks in all, of {', '.join(found.adapters.modules)}")
     if found.max_embeddings:
         say(f"input for rows in place of rows of the embedding: {found.max_embeddings}")
+    if found.draft_tree is not None:
+        say(f"takes trees of draft tokens: of up to {found.draft_tree} tokens for each slot")
     library = found.plugin_library
     if library is not None:
         say(f"carries a plugin library, whose code runs when it is opened: {size(library.nbytes)}, SHA-256 {library.sha256[:16]}")

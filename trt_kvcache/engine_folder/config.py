@@ -12,6 +12,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine.step_ancestors import ancestors_input
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_to_dict
 from trt_kvcache.model import ModelConfig
@@ -44,6 +45,7 @@ class EngineFolderConfig:
     v_outputs: tuple[TensorSpec, ...] = ()  # further outputs, which nobody reads
     adapters: AdapterInputs | None = None  # further inputs, for adapters that a session exchanges
     max_embeddings: int = 0  # rows of a further input, in place of rows of the embedding
+    draft_tree: int | None = None  # most tokens of a tree, of an engine with a further input for trees of draft tokens
     package_version: str = __version__  # at the build
 
     @property
@@ -78,6 +80,11 @@ class EngineFolderConfig:
         sizes = {"max_logits_per_slot": self.max_logits_per_slot, "max_embeddings": self.max_embeddings}
         return decoder_stages(self.model, self.cache, self.names, **sizes, dtype=self.dtype)
 
+    @property
+    def tree_tensors(self) -> tuple[TensorSpec, ...]:
+        """The input for trees of draft tokens; none of an engine without."""
+        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
+
     def network_facts(self) -> dict[str, Any]:
         """Return the fields that say what the engine computes, without files and places: those of two builds of one model are equal."""
         fields = self.to_dict()
@@ -109,4 +116,5 @@ class EngineFolderConfig:
             "v_outputs": list(map(tensor_to_dict, self.v_outputs)),
             "adapters": None if self.adapters is None else {"rank": self.adapters.rank, "modules": list(self.adapters.modules)},
             "max_embeddings": self.max_embeddings,
+            "draft_tree": self.draft_tree,
         }

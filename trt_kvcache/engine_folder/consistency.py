@@ -15,6 +15,7 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.step_ancestors import why_no_trees
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import EngineError
@@ -66,6 +67,7 @@ def check_consistency(config: EngineFolderConfig) -> None:
     _check_adapters(config)
     if config.max_embeddings and config.model.per_layer_embedding is not None:
         raise EngineError(f"max_embeddings: expected 0 for a model with per-layer embeddings, got {config.max_embeddings}.")
+    _check_draft_tree(config)
 
 
 def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
@@ -101,6 +103,21 @@ def _check_adapters(config: EngineFolderConfig) -> None:
     if config.segments is not None or config.checkpoint.adapter:
         got = "segments" if config.segments is not None else "a merged adapter"
         raise EngineError(f"adapters: expected none with {got}, got inputs for rank {found.rank}.")
+
+
+def _check_draft_tree(config: EngineFolderConfig) -> None:
+    """Check that the engine can have the input for trees, and returns the logits of all tokens of a tree."""
+    if config.draft_tree is None:
+        return
+    why = why_no_trees(config.model)
+    if config.attention_variant != "plugin" or config.segments is not None or config.plugin_library is not None:
+        why = "segments" if config.segments else "a plugin library" if config.plugin_library else f"{config.attention_variant} attention"
+    if why is not None:
+        raise EngineError(f"draft_tree: expected none with {why}, got {config.draft_tree}.")
+    if config.draft_tree > config.max_logits_per_slot:
+        raise EngineError(
+            f"draft_tree: expected at most {config.max_logits_per_slot}, the logits of a slot in profiles, got {config.draft_tree}."
+        )
 
 
 def _check_segments(config: EngineFolderConfig) -> None:
@@ -150,7 +167,9 @@ def _check_profiles(config: EngineFolderConfig) -> None:
     first = config.profiles[0]
     width = int_in_range("profiles[0].max_width", first.max_width, 1, config.cache.max_sequence_length, error=EngineError)
     logits = int_in_range("profiles[0].max_logits", first.max_logits, 1, width, error=EngineError)
-    expected = decoder_profiles(max_batch_size=config.cache.max_batch_size, max_prefill_length=width, max_logits_per_slot=logits)
+    expected = decoder_profiles(
+        max_batch_size=config.cache.max_batch_size, max_prefill_length=width, max_logits_per_slot=logits, draft_tree=config.draft_tree
+    )
     if len(config.profiles) != len(expected):
         for_what = "prefill and decode" if len(expected) == 2 else "prefill, decode and verification of drafts"
         raise EngineError(f"profiles: expected {len(expected)}, for {for_what}, got {len(config.profiles)}.")

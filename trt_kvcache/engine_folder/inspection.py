@@ -12,6 +12,7 @@ from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine.step_ancestors import ancestors_input
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
@@ -68,6 +69,8 @@ class EngineInspection:
         For an engine that was built with ``adapters_rank``: the ranks of all adapters, and the linear layers that they may change.
     max_embeddings : int
         Rows in place of rows of the embedding for which the engine has an input; 0 for an engine without.
+    draft_tree : int or None
+        For an engine that was built with ``draft_tree``: most tokens of a tree of draft tokens.
     """
 
     path: Path
@@ -90,6 +93,7 @@ class EngineInspection:
     v_outputs: tuple[TensorSpec, ...]
     adapters: AdapterInputs | None
     max_embeddings: int
+    draft_tree: int | None
 
     @property
     def adapter_tensors(self) -> tuple[TensorSpec, ...]:
@@ -97,6 +101,11 @@ class EngineInspection:
         if self.adapters is None:
             return ()
         return self.adapters.tensors(self.model, slots=most_slots(self.profiles), dtype=self.dtype)
+
+    @property
+    def tree_tensors(self) -> tuple[TensorSpec, ...]:
+        """The input for trees of draft tokens, which is not among ``tensors``; none of an engine without."""
+        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
 
     @property
     def adapters_nbytes(self) -> int:
@@ -245,4 +254,5 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         v_outputs=config.v_outputs,
         adapters=config.adapters,
         max_embeddings=config.max_embeddings,
+        draft_tree=config.draft_tree,
     )

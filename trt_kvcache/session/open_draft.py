@@ -104,12 +104,12 @@ def _open(draft: str, parts: SessionParts, options: SessionOptions, progress: Pr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EngineFallbackWarning)  # shown when the large model was opened
         if is_engine_folder(place):
-            return open_engine_folder(place, same, progress=progress)
+            return open_engine_folder(place, same, draft_tree=options.draft_tree, progress=progress)
         length = min(parts.cache.lengths.max_sequence_length, Checkpoint.read_config(place).max_position_embeddings)
         sized = replace(same, max_batch_size=parts.cache.max_batch_size, max_sequence_length=length, dtype=options.dtype)
         if options.draft_tree is not None:
             sized = replace(sized, max_logits_per_slot=min(options.draft_tree, length, DEFAULT_MAX_PREFILL_LENGTH))
-        return open_model(place, sized, progress=progress)
+        return open_model(place, sized, draft_tree=options.draft_tree, progress=progress)
 
 
 def _check(draft: str, small: SessionParts, parts: SessionParts) -> None:

@@ -93,8 +93,10 @@ class SessionParts:
             self.on_close()
 
 
-def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Open an engine folder. The caller closes the parts."""
+def open_engine_folder(
+    path: str | PathLike[str], options: SessionOptions, *, draft_tree: int | None = None, progress: Progress | None = None
+) -> SessionParts:
+    """Open an engine folder. The caller closes the parts. ``draft_tree``: most tokens of a tree that it proposes, as a draft model."""
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
@@ -116,8 +118,12 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
         names = ", ".join(options.adapters)
         raise ConfigError(f"adapters: expected none with {path}, which was built with a merged adapter, got {names}.")
     adapters = _adapters(config.model, options)
+    tree = draft_tree or options.draft_tree or 0
+    if options.engine == "tensorrt" and tree > (config.draft_tree or 0):
+        got = "one of chains only" if config.draft_tree is None else f"one of trees of {config.draft_tree}"
+        raise ConfigError(f"draft_tree: {path}: expected an engine for trees of {tree} tokens, got {got}. Build it with draft_tree={tree}.")
     built_for = config.tensorrt_flavour if options.flavour == "auto" else options.flavour
-    if _tries_tensorrt(options, built_for, config.model):
+    if tree <= (config.draft_tree or 0) and _tries_tensorrt(options, built_for, config.model):
         try:
             return _tensorrt_parts(folder, _cuda_memory(options), options, adapters)
         except (EngineError, CudaError) as error:
@@ -142,8 +148,10 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options, weights)
 
 
-def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Open a Hugging Face folder, without an engine folder. The caller closes the parts."""
+def open_model(
+    path: str | PathLike[str], options: SessionOptions, *, draft_tree: int | None = None, progress: Progress | None = None
+) -> SessionParts:
+    """Open a Hugging Face folder, without an engine folder. The caller closes the parts. ``draft_tree``: see :func:`open_engine_folder`."""
     place = expanded(path)
     if is_engine_folder(place):
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
@@ -160,13 +168,15 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
         adapters = _adapters(model, options)
-        if hidden_layers is None and _tries_tensorrt(options, options.flavour, model):
+        tree = draft_tree or options.draft_tree
+        leaves_out = hidden_layers is not None or (tree is not None and options.engine == "auto")
+        if not leaves_out and _tries_tensorrt(options, options.flavour, model):
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 built = options
                 if options.draft is not None and options.max_logits_per_slot is None:
                     built = replace(options, max_logits_per_slot=min(VERIFY_WIDTH, width))
-                return _built_parts(checkpoint.path, memory, built, adapters, progress)
+                return _built_parts(checkpoint.path, memory, built, adapters, tree and min(tree, width), progress)
             except (BuildError, ConfigError, EngineError, CudaError) as error:
                 _fall_back(options, error, model)
         running = _checkpoint_engine(
@@ -232,7 +242,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.draft_tree or options.per_layer_table == "host":
+    if options.per_layer_table == "host":
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -377,11 +387,18 @@ def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOp
 
 
 def _built_parts(
-    path: Path, memory: CudaMemory, options: SessionOptions, adapters: AdapterSet | None, progress: Progress | None
+    path: Path,
+    memory: CudaMemory,
+    options: SessionOptions,
+    adapters: AdapterSet | None,
+    draft_tree: int | None,
+    progress: Progress | None,
 ) -> SessionParts:
     """Build an engine into a temporary folder that is removed with the session."""
     place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
     keywords = options.build_keywords
+    if draft_tree is not None:
+        keywords["draft_tree"] = draft_tree
     if adapters is not None:
         keywords["adapters_rank"], keywords["adapters_modules"] = sum(adapters.ranks.values()), adapters.modules
     try:

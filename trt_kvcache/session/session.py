@@ -702,8 +702,10 @@ class InferenceSession(Uncopyable):
             raise ShapeError("tokens: expected at least one token of an active slot, got none.")
         trees = None if parents is None else checked_parents(parents, rows)
         if trees is not None and not self._runner.takes_trees:
-            name = "a model with recurrent states" if self._runner.has_states else f"a {type(self._engine).__name__}"
-            raise ConfigError(f"parents: expected chains with {name}, got a tree. Leave parents out.")
+            if self._runner.has_states:
+                raise ConfigError("parents: expected chains with a model with recurrent states, got a tree. Leave parents out.")
+            name = type(self._engine).__name__
+            raise ConfigError(f"parents: expected chains with a {name} built without draft_tree, got a tree. Leave parents out.")
         self._check_logits_per_slot("verify", max(map(len, rows)))
         return self._batch.verify(rows, trees)
 

@@ -121,7 +121,8 @@ class SessionOptions:
     draft_tree : int, optional
         Most tokens of a draft that is a tree, from 2 to 64, with the token before it. A tree proposes several tokens for a position, so
         more tokens are accepted in a step that verifies more of them. For ``draft`` with the path of a small model or of an EAGLE-3 head.
-        Not with TensorRT, which ``"auto"`` then leaves out, and not for a model with recurrent states. Drafts are chains if left out.
+        Not for a model with recurrent states. TensorRT engines, also of the small model, must have been built with ``draft_tree``;
+        ``"auto"`` leaves out others, and builds none. Drafts are chains if left out.
     prefill_chunk : int
         Chunked prefill: most prompt tokens that a ``step`` runs together with requests that decode, so that these do not wait for a long
         prompt. A smaller number makes the time between tokens more even, a larger one the first token of a long prompt earlier. Without
@@ -227,8 +228,6 @@ class SessionOptions:
             int_in_range("draft_tree", self.draft_tree, 2, MAX_TREE_TOKENS, error=ConfigError)
             if self.draft in (None, NGRAM):
                 raise ConfigError(f"draft_tree: expected draft with the folder of a small model or a head, got draft={self.draft!r}.")
-            if self.engine == "tensorrt":
-                raise ConfigError(f"draft_tree: expected none with engine='tensorrt', which takes chains only, got {self.draft_tree}.")
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         int_in_range("prefill_chunk", self.prefill_chunk, 1)
         int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError)

@@ -20,6 +20,7 @@ from trt_kvcache.engine.embedding_rows import EMBEDDING_ROWS
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine.slot_adapters import SlotAdapters
+from trt_kvcache.engine.step_ancestors import StepAncestors
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
@@ -67,7 +68,8 @@ class TensorRTEngine(GraphEngine):
     ----------
     tensors : mapping of str to TensorSpec
         Inputs and outputs by name, inputs first; of the whole engine, but for those that the engine binds: V outputs
-        (``config.v_outputs``), inputs for adapters (``config.adapter_tensors``) and for rows (``config.embedding_tensors``).
+        (``config.v_outputs``), inputs for adapters (``config.adapter_tensors``), for rows (``config.embedding_tensors``) and for trees
+        (``config.tree_tensors``).
     profiles : sequence of EngineProfile
         The optimisation profiles, by index.
     memory : Memory
@@ -80,6 +82,8 @@ class TensorRTEngine(GraphEngine):
         The adapters of the slots of the next step; None without adapters.
     embeddings : EmbeddingRows or None
         Rows of token ids past the vocabulary, of an engine that was built with ``max_embeddings``.
+    ancestors : StepAncestors or None
+        The trees of the new tokens of the next step; None for an engine that takes chains only. Built with ``draft_tree`` it takes trees.
 
     Notes
     -----
@@ -108,6 +112,7 @@ class TensorRTEngine(GraphEngine):
         self.config = config
         self.names = names
         self.slot_adapters: SlotAdapters | None = None
+        self.ancestors: StepAncestors | None = None
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
             built_by = ""
@@ -115,8 +120,8 @@ class TensorRTEngine(GraphEngine):
                 built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
                 if config.attention_variant == "plugin" and config.plugin_library is None:
                     register(tensorrt)
-            v_outputs = () if config is None else config.v_outputs
-            own_inputs = () if config is None else (*config.adapter_tensors, *config.embedding_tensors)
+            v_outputs, trees = ((), ()) if config is None else (config.v_outputs, config.tree_tensors)
+            own_inputs = () if config is None else (*config.adapter_tensors, *config.embedding_tensors, *trees)
             has_library = config is not None and config.plugin_library is not None
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by, has_library=has_library)
             self.profiles = read_profiles(self._plan.ranges, names)
@@ -139,6 +144,7 @@ class TensorRTEngine(GraphEngine):
                 self.embeddings = self._make_embeddings(config)
                 for context in contexts:
                     self._plan.set_tensor_address(context, EMBEDDING_ROWS, self.embeddings.table.ptr)
+            self._bind_trees(trees, contexts)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
@@ -258,6 +264,14 @@ class TensorRTEngine(GraphEngine):
             for context in contexts:
                 self._plan.set_tensor_address(context, name, address)
         self.slot_adapters = buffers.slot_adapters
+
+    def _bind_trees(self, trees: Sequence[TensorSpec], contexts: Sequence[int]) -> None:
+        """Bind the input for trees in every context. Contexts of CUDA graphs copy the address."""
+        for spec in trees:
+            self.ancestors = StepAncestors(self.memory, max_slots=spec.shape[0], is_input=True)
+            self._resources.callback(self.ancestors.close)
+            for context in contexts:
+                self._plan.set_tensor_address(context, spec.name, self.ancestors.address)
 
     def _bind_v_outputs(self, v_outputs: Sequence[TensorSpec], contexts: Sequence[int], stream: Any) -> None:
         """Allocate the memory of all V outputs, and bind it in every context. Contexts of CUDA graphs copy the addresses."""

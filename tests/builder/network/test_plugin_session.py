@@ -106,15 +106,16 @@ class Made:
 
 @pytest.fixture
 def make(rtx, monkeypatch, tmp_path):
-    """Return ``make(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False)``."""
+    """Return ``make(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False, draft_tree=None, of=MODELS)``."""
 
-    def make_model(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False):
-        checkpoint = Opened(MODELS.get(model, WITH_EXPERTS), EXPERTS.get(model))
+    def make_model(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False, draft_tree=None, of=MODELS):
+        checkpoint = Opened(of.get(model, WITH_EXPERTS), EXPERTS.get(model))
+        options = {"flavour": flavour, "v_outputs": has_v_outputs, "draft_tree": draft_tree}
         monkeypatch.setattr(conftest, "Checkpoint", SimpleNamespace(open=lambda folder: nullcontext(checkpoint)))
         run_plugins_on_host(monkeypatch)
         quantized = quantized_of(checkpoint.config, form)
-        network = define_with_plugin_layers(rtx, model, quantized=quantized, logits=logits, flavour=flavour, v_outputs=has_v_outputs)
-        built_by = {"attention_variant": "plugin", "tensorrt_flavour": flavour}
+        network = define_with_plugin_layers(rtx, model, quantized=quantized, logits=logits, **options)
+        built_by = {"attention_variant": "plugin", "tensorrt_flavour": flavour, "draft_tree": draft_tree}
         built_by["v_outputs"] = v_outputs(checkpoint.config, "float16") if has_v_outputs else ()
         config = make_config(checkpoint, quantized=quantized, max_logits_per_slot=logits, **built_by)
         check_consistency(config)

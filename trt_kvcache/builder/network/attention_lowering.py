@@ -92,6 +92,7 @@ class PluginLayerLowering:
         *,
         max_sequence_length: int,
         start_index: Any,
+        trees: Sequence[Any],
         cos_sin: Mapping[RopeKind, Any],
         sinks: Mapping[int, Any],
         v_outputs: bool,
@@ -100,6 +101,7 @@ class PluginLayerLowering:
         self._layers = layers
         self._max_sequence_length = max_sequence_length
         self._start_index = start_index
+        self._trees = trees  # the input for trees of draft tokens, or nothing
         self._cos_sin = cos_sin
         self._sinks = sinks
         self._v_outputs = v_outputs
@@ -146,7 +148,8 @@ class PluginLayerLowering:
         kind = rope_kind(mixer.after_norms)
         angles = [] if kind is None else [self._cos_sin[kind]]
         sinks = [self._sinks[layer]] if layer in self._sinks else []
-        plugin_layer = self._layers.layers.add(node.layer, [q, *self._new[source], cache, self._start_index, *scales, *angles, *sinks])
+        lengths = [self._start_index, *self._trees]
+        plugin_layer = self._layers.layers.add(node.layer, [q, *self._new[source], cache, *lengths, *scales, *angles, *sinks])
         attended = graph.result(plugin_layer)
         for index, spec in enumerate(node.present):
             self._kv[source][index] = plugin_layer.get_output(1 + index)

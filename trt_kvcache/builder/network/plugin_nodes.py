@@ -47,14 +47,20 @@ class DecoderPluginLayers:
 
 
 def decoder_plugin_layers(
-    graph: Graph, weights: Weights, model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, operations: Mapping[str, str]
+    graph: Graph,
+    weights: Weights,
+    model: ModelConfig,
+    names: TensorNames,
+    cache: DecoderCacheConfig,
+    operations: Mapping[str, str],
+    trees: Sequence[TensorSpec] = (),
 ) -> DecoderPluginLayers | None:
     """Prepare an empty network for the plugin layers of a decoder; None for a decoder without any.
 
-    ``operations`` are names of registered operations, by the names of our operations that they replace.
+    ``operations``: registered operations, by the names of ours that they replace. ``trees``: the input for trees, or nothing.
     """
     attention = {
-        layer: _attention_node(model, layer, index.kv, names, cache, graph.dtype, operations.get(AttentionOp.name))
+        layer: _attention_node(model, layer, index.kv, names, cache, graph.dtype, operations.get(AttentionOp.name), trees)
         for layer, index in enumerate(cache_indices(model))
         if index.kv is not None
     }
@@ -84,7 +90,14 @@ def _experts_node(
 
 
 def _attention_node(
-    model: ModelConfig, layer: int, index: int, names: TensorNames, cache: DecoderCacheConfig, dtype: str, registered: str | None
+    model: ModelConfig,
+    layer: int,
+    index: int,
+    names: TensorNames,
+    cache: DecoderCacheConfig,
+    dtype: str,
+    registered: str | None,
+    trees: Sequence[TensorSpec],
 ) -> AttentionPluginNode:
     """Return the plugin layer of a layer with the K and V of an index: of our plugin, or of a registered operation.
 
@@ -97,9 +110,9 @@ def _attention_node(
     op, name = AttentionOp(**attributes), f"model.layers.{layer}.self_attn/attend"
     if mixer.sinks and registered is None:
         registered = AttentionOp.name
-    inputs = _attention_inputs(mixer, past, dtype=dtype, max_sequence_length=length)
+    inputs = _attention_inputs(mixer, past, trees, dtype=dtype, max_sequence_length=length)
     node = (
-        _kernel_node(name, op, kv, inputs, 1 + len(present))
+        _kernel_node(name, op, kv, inputs, 1 + len(present), takes_trees=bool(trees))
         if registered is None
         else _operation_node(name, op, registered, inputs, attributes)
     )
@@ -107,20 +120,23 @@ def _attention_node(
 
 
 def _attention_inputs(
-    mixer: AttentionConfig, past: Sequence[TensorSpec], *, dtype: str, max_sequence_length: int
+    mixer: AttentionConfig, past: Sequence[TensorSpec], trees: Sequence[TensorSpec], *, dtype: str, max_sequence_length: int
 ) -> tuple[TensorType, ...]:
-    """Return the inputs of attention in order: q, k, v, the cache, lengths, scales, the angles of RoPE, and sinks."""
+    """Return the inputs of attention in order: q, k, v, the cache, lengths, ancestors, scales, the angles of RoPE, and sinks."""
     heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
     qkv = [TensorType((-1, -1, count, mixer.head_dim), dtype) for count in heads]
     cache, *scales = [TensorType(spec.shape, spec.dtype) for spec in past]
+    ancestors = [TensorType(spec.shape, spec.dtype) for spec in trees]
     angles = [TensorType((max_sequence_length, 2, mixer.rotary_dim // 2), "float32")] if mixer.after_norms.rope is not None else []
     sinks = [TensorType((mixer.num_heads,), "float32")] if mixer.sinks else []
-    return (*qkv, cache, TensorType((-1,), "int32"), *scales, *angles, *sinks)
+    return (*qkv, cache, TensorType((-1,), "int32"), *ancestors, *scales, *angles, *sinks)
 
 
-def _kernel_node(name: str, op: AttentionOp, kv: KVCacheConfig, inputs: Sequence[TensorType], num_outputs: int) -> PluginNode:
+def _kernel_node(
+    name: str, op: AttentionOp, kv: KVCacheConfig, inputs: Sequence[TensorType], num_outputs: int, *, takes_trees: bool
+) -> PluginNode:
     """Return a layer of ``KVCacheAttention``."""
-    attributes = op.kernel_attributes()
+    attributes = replace(op.kernel_attributes(), takes_trees=takes_trees)
     if kv.has_scales:
         attributes = replace(attributes, kv_dtype=kv.dtype, kv_scales="token" if kv.scales_by_token else "head")
     return PluginNode(
