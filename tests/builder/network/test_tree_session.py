@@ -194,7 +194,9 @@ def test_an_engine_for_trees_is_built(tmp_path):
     """With TensorRT for RTX: a plan of version 3 of the plugin, whose profile for drafts takes a tree."""
     model = write_model(tmp_path / "model", head_dim=64)
     sizes = {"max_batch_size": 1, "max_sequence_length": 60, "flavour": "tensorrt_rtx", "compute_capabilities": "8.6"}
-    folder = EngineFolder.open(build_engine(model, tmp_path / "engine", **sizes, draft_tree=48).path)
+    report = build_engine(model, tmp_path / "engine", **sizes, draft_tree=48)
+    folder = EngineFolder.open(report.path)
+    assert report.warnings == ()
     assert (folder.config.draft_tree, folder.config.attention_variant) == (48, "plugin")
     assert [profile.max_width for profile in folder.config.profiles] == [60, 1, 48]
     with folder.read_plan() as plan:
