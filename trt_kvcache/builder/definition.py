@@ -79,7 +79,7 @@ def define_decoder(
         tensors=(
             *map(packed_as_int32, tensors),
             *options.adapter_tensors(model),
-            *options.tree_tensors,
+            *options.tree_tensors(model),
             *(v_outputs(model, options.dtype) if options.v_outputs else ()),
         ),
         profiles=options.profiles,

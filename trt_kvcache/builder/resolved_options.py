@@ -26,7 +26,7 @@ from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
-from trt_kvcache.engine.step_ancestors import ancestors_input, why_no_trees
+from trt_kvcache.engine.step_ancestors import tree_inputs
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 from trt_kvcache.model import ModelConfig
@@ -106,6 +106,8 @@ class ResolvedOptions(BuildOptions):
     @classmethod
     def of_model(cls, options: BuildOptions, model: ModelConfig, target: BuildTarget | None = None) -> ResolvedOptions:
         """Fill in the defaults of a model. Without a target the TensorRT is not known."""
+        if options.draft_tree is not None and model.recurrent_layers:
+            raise ConfigError(f"draft_tree: expected a model without recurrent states, got {model.family}.")
         length = options.max_sequence_length or default_sequence_length(model)
         width = options.max_prefill_length or min(length, DEFAULT_MAX_PREFILL_LENGTH)
         target = target or BuildTarget.of_flavour(options.flavour)
@@ -133,7 +135,7 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
             raise ConfigError(f"adapters_rank: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
-        _check_draft_tree(options, model, choice.variant, width)
+        _check_draft_tree(options, choice.variant, width)
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(
@@ -176,10 +178,9 @@ class ResolvedOptions(BuildOptions):
             draft_tree=self.draft_tree,
         )
 
-    @property
-    def tree_tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the input for trees of draft tokens; none without ``draft_tree``."""
-        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
+    def tree_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
+        """Return the inputs for trees of draft tokens; none without ``draft_tree``."""
+        return () if self.draft_tree is None else tree_inputs(model, most_slots(self.profiles))
 
     def adapter_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
         """Return the inputs for adapters; none without ``adapters_rank``."""
@@ -230,7 +231,7 @@ class ResolvedOptions(BuildOptions):
         check_capabilities(self, tensorrt)
 
 
-def _check_draft_tree(options: BuildOptions, model: ModelConfig, variant: AttentionName, width: int) -> None:
+def _check_draft_tree(options: BuildOptions, variant: AttentionName, width: int) -> None:
     """Check that a build can have an input for trees, if the caller wants it."""
     if options.draft_tree is None:
         return
@@ -238,9 +239,6 @@ def _check_draft_tree(options: BuildOptions, model: ModelConfig, variant: Attent
         raise ConfigError(f"draft_tree: expected plugin attention with it, got {variant}.")
     if options.plugin_layers == SEGMENTS:
         raise ConfigError(f"draft_tree: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
-    why = why_no_trees(model)
-    if why is not None:
-        raise ConfigError(f"draft_tree: expected a model whose engine can take trees, got {model.family} with {why}.")
     if options.draft_tree > width:
         raise ConfigError(f"draft_tree: expected at most max_prefill_length={width}, got {options.draft_tree}.")
 

@@ -54,7 +54,7 @@ def add_decoder(
     attention, max_sequence_length = options.attention, cache.max_sequence_length
     operations = options.operations or {}
     # first, into an empty network
-    has_layers, trees = attention == "plugin", options.tree_tensors
+    has_layers, trees = attention == "plugin", options.tree_tensors(model)[:1]
     plugin_layers = decoder_plugin_layers(graph, model, names, cache, operations, trees) if has_layers else None
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
@@ -146,7 +146,7 @@ def _plugin_lowering(
     """Return the lowering to plugin layers, after adding the RoPE tables that they read."""
     length = options.max_sequence_length
     tables = {kind: graph.constant(name, cos_sin(kind, length=length)) for kind, name in cos_sin_names(model).items()}
-    trees = [graph.input(spec.name, spec.dtype, spec.shape) for spec in options.tree_tensors]
+    trees = [graph.input(spec.name, spec.dtype, spec.shape) for spec in options.tree_tensors(model)]
     return PluginLayerLowering(
         model, layers, max_sequence_length=length, start_index=start_index, trees=trees, cos_sin=tables, v_outputs=options.v_outputs
     )
