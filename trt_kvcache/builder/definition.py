@@ -80,7 +80,7 @@ def define_decoder(
             *map(packed_as_int32, tensors),
             *options.adapter_tensors(model),
             *options.embedding_tensors(model),
-            *options.tree_tensors,
+            *options.tree_tensors(model),
             *(v_outputs(model, options.dtype) if options.v_outputs else ()),
         ),
         profiles=options.profiles,

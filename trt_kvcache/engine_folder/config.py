@@ -12,7 +12,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine.step_ancestors import ancestors_input
+from trt_kvcache.engine.step_ancestors import tree_inputs
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_to_dict
 from trt_kvcache.model import ModelConfig
@@ -82,8 +82,8 @@ class EngineFolderConfig:
 
     @property
     def tree_tensors(self) -> tuple[TensorSpec, ...]:
-        """The input for trees of draft tokens; none of an engine without."""
-        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
+        """The inputs for trees of draft tokens; none of an engine without."""
+        return () if self.draft_tree is None else tree_inputs(self.model, most_slots(self.profiles))
 
     def network_facts(self) -> dict[str, Any]:
         """Return the fields that say what the engine computes, without files and places: those of two builds of one model are equal."""
