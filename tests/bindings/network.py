@@ -235,8 +235,8 @@ def _shuffle(given: Values) -> list[tuple[Shape, int]]:
             sizes[given.settings["reshape"].index(-1)] = _product(shape) // _product(known)
         shape = tuple(sizes)
     if "input 1" in given.settings:
-        assert given.settings["zero is a size"]
         shape = sizes_in(given.settings["input 1"])
+        assert given.settings.get("zero is a size") or 0 not in shape
     if "second" in given.settings:
         shape = tuple(shape[axis] for axis in given.settings["second"][: len(shape)])
     return [(shape, kind)]

@@ -36,6 +36,9 @@ DEFAULT_MAX_PREFILL_LENGTH = 512
 #: Values of ``plugin_layers``: one plan with plugin layers, or a plan for each segment between two attention layers.
 PLUGIN_LAYERS = ONE_PLAN, SEGMENTS = "one-plan", "segments"
 
+#: Value of ``draft_head`` for the multi-token prediction head in a model folder.
+MTP = "mtp"
+
 #: Names of these options in other projects.
 OTHER_NAMES = {
     "batch_size": "max_batch_size",
@@ -73,6 +76,7 @@ class BuildKeywords(TypedDict, total=False):
     adapter: str | os.PathLike[str] | None
     adapters_rank: int | None
     adapters_modules: Sequence[str] | None
+    draft_head: str | os.PathLike[str] | None
     kv_dtype: str | None
     kv_scales: str | None
 
@@ -136,6 +140,10 @@ class BuildOptions:
     adapters_modules : sequence of str, optional
         With ``adapters_rank``, the linear layers that adapters may change, by the ends of their names, such as ``("q_proj", "v_proj")``.
         If left out, all of attention, recurrent mixers and MLPs.
+    draft_head : "mtp" or path, optional
+        Build the engine of a draft head too, for ``draft=`` of a session, and have the engine of the model return the hidden states that
+        the head reads: ``"mtp"`` for the multi-token prediction head in the model folder, or the folder of an EAGLE-3 head. Not in
+        segments. ``max_logits_per_slot`` is 17 then, if left out: see ``docs/sessions.md``.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -177,6 +185,7 @@ class BuildOptions:
     adapter: str | os.PathLike[str] | None = None
     adapters_rank: int | None = None
     adapters_modules: Sequence[str] | None = None
+    draft_head: str | os.PathLike[str] | None = None
     kv_dtype: str | None = None
     kv_scales: str | None = None
 
@@ -206,6 +215,7 @@ class BuildOptions:
         self._normalize("adapter", adapter_folder)
         self._normalize("adapters_rank", partial(int_in_range, "adapters_rank", low=1, high=MAX_DIMENSION - 7, error=ConfigError))
         self._normalize("adapters_modules", _as_modules)
+        self._normalize("draft_head", _as_draft_head)
         self._check_adapters()
 
     def _normalize(self, name: str, convert: Callable[[Any], Any]) -> None:
@@ -291,6 +301,13 @@ def _as_modules(given: Sequence[str]) -> tuple[str, ...]:
     if not modules or not all(isinstance(one, str) for one in modules):
         raise ConfigError(f'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got {given!r}.')
     return modules
+
+
+def _as_draft_head(given: str | os.PathLike[str]) -> str:
+    """Return "mtp" or a path as a text. The build says later whether there is a head."""
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise ConfigError(f"draft_head: expected {MTP} or the folder of an EAGLE-3 head, got {given!r}.")
+    return str(os.fspath(given))
 
 
 def _as_capabilities(given: Sequence[str]) -> tuple[str, ...]:

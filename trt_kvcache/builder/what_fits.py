@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.builder.capable_gpus import have_fp4, with_capable_gpus
 from trt_kvcache.builder.checked_build import build_target, installed_tensorrt, open_checkpoint
+from trt_kvcache.builder.draft_head import open_draft_head
 from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.builder.resolved_options import COMPUTED_FEATURES, ResolvedOptions, check_capabilities
@@ -21,6 +23,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AUTO
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.step_rows import hidden_layers_of
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
 from trt_kvcache.model.features import first_missing
@@ -77,6 +80,7 @@ def what_fits(
     dtype: str | None = None,
     compute_capabilities: Sequence[str] | None = None,
     adapters_rank: int | None = None,
+    draft_head: str | os.PathLike[str] | None = None,
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
@@ -103,6 +107,9 @@ def what_fits(
     adapters_rank : int, optional
         Ranks of all LoRA adapters of a session together, in all linear layers, as for :func:`~trt_kvcache.estimate_build`. If left out,
         there are no adapters.
+    draft_head : "mtp" or path, optional
+        The draft head of the session, with its cache, and the hidden states that it reads, as for :func:`~trt_kvcache.estimate_build`. If
+        left out, there is none.
 
     Returns
     -------
@@ -126,15 +133,21 @@ def what_fits(
     ('float16', 'float16', 60736, 512)
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities, adapters_rank=adapters_rank)
+    options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities, adapters_rank=adapters_rank, draft_head=draft_head)
     tensorrt = installed_tensorrt(options.flavour)
     if tensorrt is not None:
         check_capabilities(options, tensorrt)
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
         with_capable_gpus(options, checkpoint.value_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
-        source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
-        in_torch = None if first_missing(model, COMPUTED_FEATURES) is None else TorchMemory.of(checkpoint, adapters_rank=adapters_rank)
+        with ExitStack() as opened:
+            head = None
+            if options.draft_head is not None:
+                head = opened.enter_context(open_draft_head(str(options.draft_head), checkpoint.path, quantize=None))
+                hidden_layers_of(head.config, model, option=f"draft_head: {options.draft_head}")
+            is_built = all(first_missing(one, COMPUTED_FEATURES) is None for one in (model, *([head.config] if head else [])))
+            source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities), head=head)
+            in_torch = None if is_built else TorchMemory.of(checkpoint, adapters_rank=adapters_rank, head=head)
         static = _static_kv(checkpoint)
         format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF
     if in_torch is not None:

@@ -48,7 +48,7 @@ def inspect(
         put_json({**as_json(found), "doctor": None if verdict is None else verdict._asdict()})
         return
     _print_head(found)
-    _print_tensors((*found.tensors, *found.adapter_tensors, *found.v_outputs), every_tensor=tensors)
+    _print_tensors((*found.tensors, *found.adapter_tensors, *found.hidden_tensors, *found.v_outputs), every_tensor=tensors)
     _print_profiles(found)
     _print_attention(found)
     if found.segments is not None:
@@ -93,6 +93,10 @@ def _print_head(found: EngineInspection) -> None:
         say(f"merged adapter: {checkpoint.adapter}, fingerprint {checkpoint.adapter_fingerprint[:16]}")
     if found.adapters is not None:
         say(f"inputs for adapters: {found.adapters.rank} ranks in all, of {', '.join(found.adapters.modules)}")
+    head = found.draft_head
+    if head is not None:
+        kind = "MTP" if head.model.merge_norm is not None else "EAGLE-3"
+        say(f"draft head: {kind}, built from {head.checkpoint.path}, fingerprint {head.checkpoint.fingerprint[:16]}")
     library = found.plugin_library
     if library is not None:
         say(f"carries a plugin library, whose code runs when it is opened: {size(library.nbytes)}, SHA-256 {library.sha256[:16]}")
@@ -185,6 +189,10 @@ def _print_sizes(found: EngineInspection) -> None:
         sizes["V outputs of all layers"] = found.v_outputs_nbytes
     if found.adapters is not None:
         sizes["adapters, of all ranks"] = found.adapters_nbytes
+    if found.draft_head is not None:
+        sizes["plan of the draft head"] = found.draft_head.plan_nbytes
+        sizes["cache of the draft head"] = found.draft_head.memory.nbytes
+        sizes["hidden states of a session with drafts"] = found.hidden_states_nbytes
     if cache.kv is not None:
         sizes["K and V of one token"] = memory.bytes_per_token
         sizes[f"K and V of one sequence of {cache.max_sequence_length}"] = memory.bytes_per_sequence - states

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH, MTP
 from trt_kvcache.cli.console import note, progress_bar, size
 from trt_kvcache.cli.formats import kv_format
 from trt_kvcache.cli.option_groups import Changed, choice, logits_per_slot
@@ -49,6 +49,11 @@ ADAPTER_HELP = "Merge a LoRA adapter of PEFT into the weights: its folder, or an
 ADAPTERS_HELP = (
     "A LoRA adapter that runs next to the weights, with a name: its folder, or an id of the Hugging Face Hub. Can be given several times. "
     "A TensorRT engine folder needs a build with --adapters-rank."
+)
+
+DRAFT_HEAD_HELP = (
+    "Count a draft head too: mtp for the multi-token prediction head in the model folder, or the folder of an EAGLE-3 head, or its id of "
+    "the Hugging Face Hub. Default: none."
 )
 
 KV_DTYPE_HELP = "Quantize K and V to 8 bits, with plugin attention. Default: --dtype."
@@ -98,7 +103,7 @@ DraftOption = Annotated[
         help="Speculative decoding: verify several proposed tokens in one step. The answers stay the same. ngram: prompt lookup, for "
         "answers that repeat parts of the prompt. mtp: the multi-token prediction head in a model folder of Qwen3-Next or Qwen3.5. "
         "MODEL: drafts of a small model with the same tokenizer, or of an EAGLE-3 head. An engine folder needs a build with "
-        "--max-logits-per-slot 17.",
+        "--max-logits-per-slot 17, or with --draft-head for mtp or an EAGLE-3 head.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -233,6 +238,11 @@ def located_adapter(adapter: str | None) -> str | None:
         return None
     _quieten_downloads()
     return locate_adapter(adapter)
+
+
+def located_draft_head(draft_head: str | None) -> str | None:
+    """Return the value of ``--draft-head``, with the folder of an EAGLE-3 head; one of the Hugging Face Hub is downloaded first."""
+    return draft_head if draft_head in (None, MTP) else str(located(Path(draft_head)))
 
 
 def _located_adapters(adapters: Sequence[str] | None) -> dict[str, str] | None:

@@ -65,6 +65,7 @@ def check_consistency(config: EngineFolderConfig) -> None:
     _check_segments(config)
     _check_v_outputs(config)
     _check_adapters(config)
+    _check_hidden_states(config)
 
 
 def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
@@ -100,6 +101,18 @@ def _check_adapters(config: EngineFolderConfig) -> None:
     if config.segments is not None or config.checkpoint.adapter:
         got = "segments" if config.segments is not None else "a merged adapter"
         raise EngineError(f"adapters: expected none with {got}, got inputs for rank {found.rank}.")
+
+
+def _check_hidden_states(config: EngineFolderConfig) -> None:
+    """Check that a draft head returns hidden states, that a model returns them for a draft head, and that there are no segments."""
+    found, is_head = config.hidden_layers is not None, config.model.hidden_inputs_width > 0
+    if found is not (is_head or bool(config.draft_head)):
+        what = "of a draft head" if is_head else "for one" if config.draft_head else "without one"
+        raise EngineError(f"hidden_layers: expected {'none' if found else 'some'} {what}, got {config.hidden_layers}.")
+    if is_head and config.draft_head:
+        raise EngineError(f"draft_head: expected none of a draft head, got {config.draft_head:.30}.")
+    if found and config.segments is not None:
+        raise EngineError(f"hidden_layers: expected none with segments, got {config.hidden_layers}.")
 
 
 def _check_segments(config: EngineFolderConfig) -> None:

@@ -1,5 +1,7 @@
 """``inspect_engine``: the contents of an engine folder, read from its ``config.json`` without TensorRT or a GPU."""
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +12,10 @@ from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.hidden_tensors import hidden_states_nbytes, hidden_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.engine.step_rows import HiddenLayers
+from trt_kvcache.engine_folder.folder import DRAFT_HEAD_FOLDER, EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -65,6 +69,10 @@ class EngineInspection:
         Further outputs, which nobody reads: V of each plugin layer, of an engine that was built with ``v_outputs``.
     adapters : AdapterInputs or None
         For an engine that was built with ``adapters_rank``: the ranks of all adapters, and the linear layers that they may change.
+    hidden_layers : "final_norm", tuple of int, ReducedLayers or None
+        For an engine that was built with ``draft_head``, and for that of a draft head: the hidden states that it returns of each token.
+    draft_head : EngineInspection or None
+        For an engine that was built with ``draft_head``: the engine of the draft head.
     """
 
     path: Path
@@ -86,6 +94,21 @@ class EngineInspection:
     plugin_library: FileRecord | None
     v_outputs: tuple[TensorSpec, ...]
     adapters: AdapterInputs | None
+    hidden_layers: HiddenLayers | None
+    draft_head: EngineInspection | None
+
+    @property
+    def hidden_tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors of hidden states, which are not among ``tensors``; none of an engine without."""
+        return hidden_tensors(self.model, self.hidden_layers, self.profiles, self.dtype)
+
+    @property
+    def hidden_states_nbytes(self) -> int:
+        """Bytes of hidden states of a session that drafts with the head: of all tokens in the cache, and of those of an enqueue."""
+        if self.draft_head is None:
+            return 0
+        lengths = {"max_sequence_length": self.cache.max_sequence_length, "max_prefill_length": self.profiles[0].max_width}
+        return hidden_states_nbytes(self.model, self.draft_head.model, slots=self.cache.max_batch_size, dtype=self.dtype, **lengths)
 
     @property
     def adapter_tensors(self) -> tuple[TensorSpec, ...]:
@@ -129,6 +152,9 @@ class EngineInspection:
             sizes["V outputs"] = self.v_outputs_nbytes
         if self.adapters is not None:
             sizes["adapters"] = self.adapters_nbytes
+        if self.draft_head is not None:
+            sizes["draft head"] = self.draft_head.plan_nbytes + self.draft_head.memory.nbytes
+            sizes["hidden states"] = self.hidden_states_nbytes
         if self.cache.kv is not None:
             sizes["K and V"] = self.memory.nbytes - self.memory.states_nbytes
         if self.memory.states_nbytes:
@@ -228,4 +254,6 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         plugin_library=config.plugin_library,
         v_outputs=config.v_outputs,
         adapters=config.adapters,
+        hidden_layers=config.hidden_layers,
+        draft_head=inspect_engine(folder.path / DRAFT_HEAD_FOLDER) if config.draft_head else None,
     )

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
+from trt_kvcache.engine.hidden_tensors import HIDDEN_INPUTS, most_tokens
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine.slot_adapters import SlotAdapters
+from trt_kvcache.engine.step_rows import StepRows
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
@@ -65,8 +67,8 @@ class TensorRTEngine(GraphEngine):
     Attributes
     ----------
     tensors : mapping of str to TensorSpec
-        Inputs and outputs by name, inputs first; of the whole engine, but for V outputs (``config.v_outputs``) and inputs for adapters
-        (``config.adapter_tensors``), which the engine binds.
+        Inputs and outputs by name, inputs first; of the whole engine, but for V outputs (``config.v_outputs``), inputs for adapters
+        (``config.adapter_tensors``) and hidden states (``config.hidden_tensors``), which the engine binds.
     profiles : sequence of EngineProfile
         The optimisation profiles, by index.
     memory : Memory
@@ -77,6 +79,9 @@ class TensorRTEngine(GraphEngine):
         As given.
     slot_adapters : SlotAdapters or None
         The adapters of the slots of the next step; None without adapters.
+    hidden_states, hidden_inputs : StepRows or None
+        Hidden states of the tokens of the last step, of an engine that was built with ``draft_head`` or of a draft head, and those that the
+        next step of a draft head reads.
 
     Notes
     -----
@@ -105,6 +110,8 @@ class TensorRTEngine(GraphEngine):
         self.config = config
         self.names = names
         self.slot_adapters: SlotAdapters | None = None
+        self.hidden_states: StepRows | None = None
+        self.hidden_inputs: StepRows | None = None
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
             built_by = ""
@@ -113,6 +120,7 @@ class TensorRTEngine(GraphEngine):
                 if config.attention_variant == "plugin" and config.plugin_library is None:
                     register(tensorrt)
             v_outputs, adapter_tensors = ((), ()) if config is None else (config.v_outputs, config.adapter_tensors)
+            hidden_tensors = () if config is None else config.hidden_tensors
             has_library = config is not None and config.plugin_library is not None
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by, has_library=has_library)
             self.profiles = read_profiles(self._plan.ranges, names)
@@ -120,12 +128,12 @@ class TensorRTEngine(GraphEngine):
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
                 self._plan.tensors = compare_tensors(
-                    self._plan.tensors, [*map(packed_as_int32, config.tensors), *adapter_tensors, *v_outputs]
+                    self._plan.tensors, [*map(packed_as_int32, config.tensors), *adapter_tensors, *hidden_tensors, *v_outputs]
                 )
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
             unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
-            not_for_callers = {spec.name for spec in (*adapter_tensors, *v_outputs)}
+            not_for_callers = {spec.name for spec in (*adapter_tensors, *hidden_tensors, *v_outputs)}
             self.tensors = {name: spec for name, spec in unpacked.tensors.items() if name not in not_for_callers}
             num_sets = count_binding_sets(self.tensors, names)
             self._create_contexts([self._plan], num_sets=num_sets, stream=stream)
@@ -133,6 +141,7 @@ class TensorRTEngine(GraphEngine):
             self._bind_v_outputs(v_outputs, contexts, stream)
             if config is not None and config.adapters is not None:
                 self._bind_adapters(config, adapters, contexts, stream)
+            self._bind_hidden_states(hidden_tensors, contexts)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
@@ -252,6 +261,18 @@ class TensorRTEngine(GraphEngine):
             for context in contexts:
                 self._plan.set_tensor_address(context, name, address)
         self.slot_adapters = buffers.slot_adapters
+
+    def _bind_hidden_states(self, hidden_tensors: Sequence[TensorSpec], contexts: Sequence[int]) -> None:
+        """Allocate the rows of hidden states of the largest enqueue, and bind them in every context."""
+        for spec in hidden_tensors:
+            rows = StepRows(self.memory, max_tokens=most_tokens(self.profiles), width=spec.shape[-1], dtype=spec.dtype)
+            self._resources.callback(rows.close)
+            for context in contexts:
+                self._plan.set_tensor_address(context, spec.name, rows.table.ptr)
+            if spec.name == HIDDEN_INPUTS:
+                self.hidden_inputs = rows
+            else:
+                self.hidden_states = rows
 
     def _bind_v_outputs(self, v_outputs: Sequence[TensorSpec], contexts: Sequence[int], stream: Any) -> None:
         """Allocate the memory of all V outputs, and bind it in every context. Contexts of CUDA graphs copy the addresses."""
