@@ -1,24 +1,33 @@
-"""Draft heads by the value of ``draft=``: the hidden states that the engine of the large model returns for them."""
+"""Draft heads by the value of ``draft=``: their folders, and the hidden states that the engine of the large model returns for them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from trt_kvcache.builder.options import MTP
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.eagle3_files import is_draft_head_folder
-from trt_kvcache.engine.step_rows import HiddenLayers, ReducedLayers
+from trt_kvcache.engine.step_rows import HiddenLayers, hidden_layers_of
+from trt_kvcache.engine_folder.folder import DRAFT_HEAD_FOLDER, EngineFolder, is_engine_folder
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.session.model_location import locate_model
-from trt_kvcache.session.session_options import MTP, NGRAM
+from trt_kvcache.session.session_options import NGRAM
 
 
 def draft_head_folder(draft: str | None) -> Path | None:
-    """Return the folder of a draft head of its own, which ``draft=`` names; None for other drafts."""
+    """Return the folder of a draft head of its own, or of the engine of a head, which ``draft=`` names; None for other drafts."""
     if draft in (None, NGRAM, MTP):
         return None
     place = locate_model(draft)
+    if is_engine_folder(place):
+        return place if EngineFolder.open(place).config.model.hidden_inputs_width else None
     return place if is_draft_head_folder(place) else None
+
+
+def names_head(draft: str | None) -> bool:
+    """Return True if ``draft=`` names a draft head."""
+    return draft == MTP or draft_head_folder(draft) is not None
 
 
 def hidden_layers_for(draft: str | None, model: ModelConfig) -> HiddenLayers | None:
@@ -28,13 +37,28 @@ def hidden_layers_for(draft: str | None, model: ModelConfig) -> HiddenLayers | N
     folder = draft_head_folder(draft)
     if folder is None:
         return None
-    head = Checkpoint.read_eagle3_config(folder)
-    own = head.eagle3_input
-    assert own is not None
-    for name, expected, given in (
-        ("hidden size", model.hidden_size, own.state_size),
-        ("vocabulary of", model.vocab_size, head.vocab_size),
-    ):
-        if given != expected:
-            raise ConfigError(f"draft: {draft}: expected an EAGLE-3 head for the {name} {expected} of the model, got one for {given}.")
-    return ReducedLayers.of_head(head, model.num_layers)
+    if is_engine_folder(folder):
+        raise ConfigError(f"draft: expected the folder of an EAGLE-3 head, got {draft}, an engine of one for the engine folder around it.")
+    return hidden_layers_of(Checkpoint.read_eagle3_config(folder), model, option=f"draft: {draft}")
+
+
+def built_head(draft: str, folder: EngineFolder) -> EngineFolder:
+    """Return the engine of the draft head that ``draft=`` names, for the engine in a folder. Raises ConfigError."""
+    expected = folder.config.draft_head
+    if not expected:
+        raise ConfigError(f"draft: expected an engine that was built with draft_head for {draft}, got {folder.path} without. Build it so.")
+    place = draft_head_folder(draft)
+    if place is not None and is_engine_folder(place):
+        head = EngineFolder.open(place)
+        found = head.config.checkpoint.fingerprint
+    else:
+        head = EngineFolder.open(folder.path / DRAFT_HEAD_FOLDER)
+        found = head.config.checkpoint.fingerprint
+        if place is not None:
+            with Checkpoint.open_eagle3_head(place) as checkpoint:
+                found = checkpoint.fingerprint()
+        elif head.config.model.merge_norm is None:
+            found = ""
+    if found != expected:
+        raise ConfigError(f"draft: expected the draft head for which {folder.path} was built (draft_head), got {draft}, another one.")
+    return head
