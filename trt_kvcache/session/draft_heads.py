@@ -1,4 +1,4 @@
-"""Draft heads by the value of ``draft=``: their folders, and the hidden states that the engine of the large model returns for them."""
+"""For the draft head that ``draft=`` names: its folder, and the hidden states that the large model's engine returns."""
 
 from __future__ import annotations
 
