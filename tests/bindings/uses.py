@@ -33,6 +33,7 @@ OBJECTS = {
     "builder/network/causal_mask.py": {"layer": "IShuffleLayer"},
     "builder/network/graph.py": {"layer": "IShuffleLayer", "self.network": "INetworkDefinition", "tensor": "ITensor"},
     "builder/network/head.py": {"layer": "IGatherLayer"},
+    "builder/network/hidden_states.py": {"layer": "IConcatenationLayer"},
     "builder/network/projection.py": {"layer": "IDequantizeLayer"},
     "builder/network/rope.py": {"layer": "IRotaryEmbeddingLayer"},
     "builder/network/self_attention.py": {"layer": "IAttention"},

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import eagle3, mtp
 from tests.helpers.adapters import Q_PROJ, SHAPES
 from tests.helpers.assertions import raises
 from tests.helpers.models import SMALL, write_model
@@ -17,6 +18,7 @@ from trt_kvcache import Checkpoint, build_engine, estimate_build
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.errors import CheckpointError, ConfigError
+from trt_kvcache.memory.shapes import align_up
 
 #: Bytes of libraries and files in memory after a build where peaks were fitted. Another system maps more pages at once: 195 MB was seen.
 MAPPED = 127_000_000
@@ -93,6 +95,27 @@ def test_the_memory_of_v_outputs_is_counted(tmp_path: Path, max_logits_per_slot:
     options: dict[str, Any] = {**SIZES, "max_prefill_length": 11, "flavour": "tensorrt", "max_logits_per_slot": max_logits_per_slot}
     plain, marked = (estimate_build(model, **options, v_outputs=one).activations_nbytes for one in (False, True))
     assert marked - plain == 3 * (3 * 11 * 2 * 64 * 2)  # layers; slots, new tokens, heads, elements, bytes
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_the_memory_of_a_draft_head_is_counted(tmp_path: Path, kind: str) -> None:
+    model = mtp.write_mtp_model(tmp_path / "model") if kind == "mtp" else eagle3.write_model(tmp_path / "model")
+    narrow = {"embedding": True, "hidden_size": 24, "target_hidden_size": 32, "max_position_embeddings": 20}
+    head = "mtp" if kind == "mtp" else eagle3.write_head(tmp_path / "head", model, **narrow)
+    sizes: dict[str, Any] = {**SIZES, "max_sequence_length": 38, "max_prefill_length": 11, "max_logits_per_slot": 4, "dtype": "float16"}
+    plain, drafting = (estimate_build(model, **sizes, draft_head=one) for one in (None, head))
+    width = 40 if kind == "mtp" else 24
+    # of all tokens, of an enqueue, those that the head reads and returns, and one of each slot; bytes
+    assert drafting.hidden_states_nbytes == 3 * (38 + 11 + 2 * 11 + 1) * width * 2
+    assert plain.hidden_states_nbytes == 0
+    assert plain.draft_head is None
+    found = drafting.draft_head
+    assert found is not None
+    heads_and_tokens = 1 * 38 if kind == "mtp" else 2 * 20
+    assert found.cache_nbytes == 2 * align_up(3 * heads_and_tokens * 16 * 2)
+    assert drafting.device_nbytes - plain.device_nbytes == drafting.hidden_states_nbytes + found.device_nbytes
+    assert drafting.disk_nbytes - plain.disk_nbytes == found.plan_nbytes
+    assert found.weights_nbytes > 0
 
 
 def test_the_memory_of_adapters_is_counted(tmp_path: Path) -> None:

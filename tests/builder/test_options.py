@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 import pytest
@@ -68,6 +68,8 @@ def full_tensorrt(version: str) -> TensorRT:
         ({"adapters_rank": 0}, "adapters_rank: expected an integer from 1 to 2147483640, got 0."),
         ({"adapters_rank": 8, "adapters_modules": ()}, 'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got ().'),
         ({"adapters_rank": 8, "adapters_modules": (3,)}, 'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got (3,).'),
+        ({"draft_head": ""}, "draft_head: expected mtp or the folder of an EAGLE-3 head, got ''."),
+        ({"draft_head": 3}, "draft_head: expected mtp or the folder of an EAGLE-3 head, got 3."),
         ({"adapters_modules": "q_proj"}, "adapters_modules: expected adapters_rank with it, got q_proj alone."),
         ({"adapters_rank": 8, "adapter": "lora"}, "adapters_rank: expected none with adapter, which is merged, got 8."),
         ({"max_embeddings": -1}, "max_embeddings: expected an integer from 0 to 2147483647, got -1."),
@@ -134,6 +136,26 @@ def test_rows_are_refused_where_a_model_needs_more_for_them() -> None:
     assert resolve(wide, **operations).max_embeddings == 0
     with raises(ConfigError, "operations", expected="none in place of embedding with max_embeddings", got="embedding"):
         resolve(wide, **operations, max_embeddings=3)
+
+
+def test_a_build_with_a_draft_head_can_verify_drafts() -> None:
+    assert resolve(draft_head="mtp").max_logits_per_slot == 11
+    assert resolve(draft_head="mtp", max_prefill_length=30).max_logits_per_slot == 17
+    assert resolve(draft_head="mtp", max_logits_per_slot=4).max_logits_per_slot == 4
+    wide = with_mixer(MODEL, head_dim=64)
+    with raises(ConfigError, "draft_head", expected="plugin_layers=one-plan", got="segments"):
+        resolve(wide, draft_head="mtp", attention="plugin", plugin_layers="segments")
+
+
+def test_the_options_of_the_build_of_a_draft_head() -> None:
+    """Its sizes are those of the model as far as it has positions, and its attention is chosen anew."""
+    wide = with_mixer(MODEL, head_dim=64)
+    asked = {"draft_head": "mtp", "kv_dtype": "int8", "adapters_rank": 8, "embed_weights": True, "quantize": "int8", "max_batch_size": 3}
+    head = resolve(wide, **asked, max_logits_per_slot=5, dtype="bfloat16").of_draft_head(replace(wide, max_position_embeddings=6))
+    assert (head.max_batch_size, head.max_sequence_length, head.max_prefill_length, head.max_logits_per_slot) == (3, 6, 6, 1)
+    assert (head.dtype, head.attention, head.quantize, head.hidden_layers) == ("bfloat16", "native", "int8", "final_norm")
+    assert (head.draft_head, head.kv_dtype, head.adapters_rank, head.adapter_inputs, head.embed_weights) == (None,) * 4 + (False,)
+    assert resolve(wide, attention="mask").of_draft_head(wide).attention == "mask"
 
 
 def test_keywords_are_the_fields() -> None:

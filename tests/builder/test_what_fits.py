@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.helpers.assertions import raises
+from tests.helpers.eagle3 import write_head, write_model as write_llama
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import write_model
+from tests.helpers.mtp import write_mtp_model
 from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_gptq, write_nvfp4, write_quantized
 from tests.paths import GOLDEN
 from trt_kvcache import KVCacheConfig, estimate_build, what_fits
@@ -82,6 +85,34 @@ def test_a_table_in_host_memory_takes_no_bytes_of_the_gpu(name: str) -> None:
             what_fits(GOLDEN / name, 10**9, per_layer_table=given)  # type: ignore[arg-type]
     with raises(ConfigError, "per_layer_table", expected="device", got="llama"):
         what_fits(GOLDEN / "llama", 10**9, per_layer_table="host")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "experts"])
+def test_a_draft_head_takes_its_bytes(tmp_path: Path, kind: str) -> None:
+    """With TensorRT, and with PyTorch for a model with experts, whose head shares embedding and language model head."""
+    if kind == "eagle3":
+        model = write_llama(tmp_path / "model")
+        head = str(write_head(tmp_path / "head", model))
+    else:
+        model, head = write_mtp_model(tmp_path / "model", family="qwen3_5_moe" if kind == "experts" else "qwen3_5"), "mtp"
+    sizes: dict[str, Any] = {"max_sequence_length": 30, "dtype": "float16"}
+    budget = 200_000_000 if kind == "experts" else 60_000_000
+    plain, drafting = (what_fits(model, budget, **sizes, draft_head=one) for one in (None, head))
+    assert {fit.engine for fit in drafting} == {"torch" if kind == "experts" else "tensorrt"}
+    assert all(0 < fit.largest_batch < other.largest_batch for fit, other in zip(drafting, plain, strict=True))
+    if kind == "experts":
+        with Checkpoint.open(model) as checkpoint, Checkpoint.open_mtp_head(model) as own:
+            memory = TorchMemory.of(checkpoint, head=own)
+            cache = memory.cache_for(3, 30, "float16", None)
+            [with_head, without] = (
+                one.device_nbytes(cache, "float16", max_prefill_length=11, gpu_nbytes=0) for one in (memory, replace(memory, head=None))
+            )
+            states, of_head = 3 * (30 + 11 + 2 * 11 + 1) * 40 * 2, TorchMemory.of(own)
+            assert with_head - without == states + of_head.device_nbytes(
+                of_head.cache_for(3, 30, "float16", None), "float16", max_prefill_length=11, gpu_nbytes=0
+            )
+            of_model = own.config.vocab_size * own.config.hidden_size * 2
+            assert of_head.weights_nbytes("float16") < sum(math.prod(shape) for shape in tensor_shapes(own.config).values()) * 2 + of_model
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

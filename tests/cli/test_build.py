@@ -65,6 +65,7 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "adapters_modules": None,
         "max_embeddings": 0,
         "draft_tree": None,
+        "draft_head": None,
     }
 
 
@@ -88,6 +89,9 @@ def test_options_reach_the_builder(run: Run, asked: dict[str, Any], tmp_path: Pa
     assert asked["max_embeddings"] == 4096
     run("build", SHIPPED, "-o", tmp_path, "--draft-tree", 32)
     assert asked["draft_tree"] == 32
+    for given in ("mtp", str(SHIPPED)):
+        run("build", SHIPPED, "-o", tmp_path, "--draft-head", given)
+        assert asked["draft_head"] == given
     for given, expected in (("all", "all"), ("17", 17)):
         run("build", SHIPPED, "-o", tmp_path, "--max-logits-per-slot", given)
         assert asked["max_logits_per_slot"] == expected

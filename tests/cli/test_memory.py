@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.weights import VISION
+from tests.helpers.eagle3 import write_head
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model, write_text_decoder
 from trt_kvcache import what_fits
@@ -171,6 +172,7 @@ def test_a_budget_too_small_for_one_token(run: Run):
         ([SHIPPED, "--compute-capability", "12.0"], "--compute-capability: expected --engine or --fit with it, got neither."),
         ([SHIPPED, "--adapters-rank", 8], "--adapters-rank: expected --engine or --fit with it, got neither."),
         ([SHIPPED, "--per-layer-table", "host"], "--per-layer-table: expected --fit with it, got none."),
+        ([SHIPPED, "--draft-head", "mtp"], "--draft-head: expected --engine or --fit with it, got neither."),
         ([SHIPPED, "--max-logits-per-slot", 3], "--max-logits-per-slot: expected --engine with it, got none."),
         ([SHIPPED, "--fit", "8GB", "--max-logits-per-slot", 3], "--max-logits-per-slot: expected --engine with it, got none."),
         ([SHIPPED, "--quantize", "int4"], "--quantize: expected --engine with it, got none"),
@@ -240,6 +242,13 @@ def test_what_fits_into_a_gpu(run: Run, tmp_path: Path):
         fit.largest_batch for fit in what_fits(model, 6_000_000, max_sequence_length=300, adapters_rank=500)
     ]
     assert adapted["fits"][0]["largest_batch"] < fits[0].largest_batch
+    head = write_head(tmp_path / "head", model, tokens=range(3, 20), eagle_aux_hidden_state_layer_ids=[0, 1, 1])
+    drafting = json.loads(run("memory", model, "--fit", "6MB", "--engine", "--draft-head", head, "--json").out)
+    assert drafting["build"]["hidden_states_nbytes"] > 0
+    assert drafting["fits"][0]["largest_batch"] < fits[0].largest_batch
+    refused = run("memory", model, "--engine", "--draft-head", model)
+    assert (refused.code, "--draft-head: expected mtp or the folder of an EAGLE-3 head, got " in refused.err) == (1, True)
+    assert "│ hidden states " in run("memory", model, "--engine", "--draft-head", head).out
     assert "tokens of 2 slots" in done.out
     assert "slots of 300 tokens" in done.out
 

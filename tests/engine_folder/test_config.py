@@ -18,6 +18,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.step_rows import ReducedLayers
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.config_reader import read_config
 from trt_kvcache.engine_folder.folder import EngineFolder
@@ -210,6 +211,55 @@ def test_inputs_for_adapters_in_segments_or_with_a_merged_adapter_are_refused(mo
     data["checkpoint"].update(adapter="/lora", adapter_fingerprint="0" * 64)
     with raises(EngineError, "adapters", expected="none with a merged adapter", got="rank 8"):
         read_config(data)
+
+
+REDUCED = ReducedLayers((0, 1, 2), 24)
+
+
+def config_with_hidden_states(model: Path, layers: Any = REDUCED, **changes: Any) -> EngineFolderConfig:
+    with Checkpoint.open(model) as checkpoint:
+        return make_config(checkpoint, **{"hidden_layers": layers, "draft_head": "0" * 64, **changes})
+
+
+@pytest.mark.parametrize("layers", [ReducedLayers((0, 1, 2), 24), "final_norm", (2,)], ids=str)
+def test_hidden_states_are_recorded(model: Path, layers: Any) -> None:
+    config = config_with_hidden_states(model, layers)
+    data = json.loads(json.dumps(config.to_dict()))
+    assert read_config(data) == config
+    [spec] = config.hidden_tensors
+    width = 24 if isinstance(layers, ReducedLayers) else config.model.hidden_size
+    assert (spec.name, spec.shape, spec.dtype) == ("hidden_states", (-1, -1, width), "float16")
+    plain = config_with_hidden_states(model, None, draft_head="")
+    assert config.network_facts() != plain.network_facts(), "compiled kernels are others"
+    assert config.network_facts() == config_with_hidden_states(model, layers, draft_head="1" * 64).network_facts()
+    del data["hidden_layers"], data["draft_head"]  # folders of before
+    assert read_config(data) == plain
+    assert read_config(data).hidden_tensors == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_layers": "embedding"}, "hidden_layers: expected null, final_norm, or an object with layers and width, got 'embedding'"),
+        ({"hidden_layers": {"layers": []}}, "hidden_layers: expected null, final_norm, or an object"),
+        ({"hidden_layers": {"layers": [1], "dtype": 1}}, "hidden_layers: expected null, final_norm, or an object"),
+        ({"hidden_layers": {"layers": [0, 3]}}, "hidden_layers.layers: expected an integer from 0 to 2, got 3"),
+        ({"hidden_layers": {"layers": ["1"]}}, "hidden_layers.layers: expected an integer, got '1'"),
+        ({"hidden_layers": {"layers": [1], "width": 0}}, "hidden_layers.width: expected an integer from 1 to 2147483647, got 0"),
+        ({"hidden_layers": None}, "hidden_layers: expected some for one, got None"),
+        ({"draft_head": ""}, "hidden_layers: expected none without one, got ReducedLayers"),
+        ({"draft_head": 5}, "draft_head: expected a str, got 5"),
+    ],
+    ids=str,
+)
+def test_hidden_states_that_no_head_reads_are_refused(model: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        read_config(config_with_hidden_states(model).to_dict() | change)
+
+
+def test_hidden_states_in_segments_are_refused(model: Path) -> None:
+    with raises(EngineError, "hidden_layers", expected="none with segments", got="ReducedLayers"):
+        read_config(config_with_hidden_states(model, segmented=True).to_dict())
 
 
 def with_more_logits(model: Path, *, segmented: bool = False) -> EngineFolderConfig:

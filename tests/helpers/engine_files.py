@@ -7,9 +7,10 @@ from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import decoder_profiles
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES
+from trt_kvcache.engine.step_rows import hidden_layers_of
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
-from trt_kvcache.engine_folder.folder import write_engine_folder
+from trt_kvcache.engine_folder.folder import EngineFiles, write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.ops.segments import Segment
 
@@ -72,3 +73,15 @@ def make_engine_folder(model, target, *, plan=PLAN, embedded=False, quantize="",
         constants = define_constants(checkpoint, config.cache, dtype=config.dtype) if config.segments else None
         plans = with_padding(segment_plans(cuts_of(config.segments.stages))) if config.segments else [plan]
         return write_engine_folder(target, config=config, plans=plans, checkpoint=checkpoint, constants=constants)
+
+
+def make_folder_with_head(model, head, target, *, embedded=False, **changes):
+    """Write an engine folder with that of a draft head in it: "mtp", or the folder of an EAGLE-3 head."""
+    open_head = Checkpoint.open_mtp_head if head == "mtp" else Checkpoint.open_eagle3_head
+    with Checkpoint.open(model) as checkpoint, open_head(model if head == "mtp" else head) as own:
+        layers = hidden_layers_of(own.config, checkpoint.config, option="draft_head")
+        of_head = make_config(own, hidden_layers="final_norm" if head == "mtp" else (1,), embedded=embedded and head != "mtp", **changes)
+        drafts = {"hidden_layers": layers, "draft_head": of_head.checkpoint.fingerprint, "max_logits_per_slot": 11}
+        config = make_config(checkpoint, embedded=embedded, **drafts, **changes)
+        files = EngineFiles(config=of_head, plans=[PLAN], checkpoint=own)
+        return write_engine_folder(target, config=config, plans=[PLAN], checkpoint=checkpoint, draft_head=files)

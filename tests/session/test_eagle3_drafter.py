@@ -487,12 +487,16 @@ def test_a_model_of_few_layers_is_refused(head: Path) -> None:
         InferenceSession.from_model(GOLDEN / "llama", **OPTIONS, draft=head)
 
 
-def test_other_engines_are_refused(opens: Open, tmp_path: Path, folder: Path, head: Path) -> None:
-    with pytest.raises(ConfigError, match="draft: expected no head with engine='tensorrt', got "):
-        opens(head, engine="tensorrt")
-    path = make_engine_folder(folder, tmp_path / "engine")
-    with pytest.raises(ConfigError, match="draft: expected a model folder for an EAGLE-3 head, got the engine folder"):
-        InferenceSession.open(path, engine="numpy", draft=head)
+def test_an_engine_folder(tmp_path: Path, ring: Path, ring_head: Path) -> None:
+    """Its head is read with the dtype of the build."""
+    engine = make_engine_folder(ring, tmp_path / "engine", dtype="float16")
+    tokens = []
+    for draft in (None, ring_head):
+        with InferenceSession.open(engine.path, engine="numpy", draft=draft) as session:
+            tokens.append(by_prompt(session.generate(ring_prompts(2), params(15)[:2])))
+    assert tokens[0] == tokens[1]
+    assert drafter_of(session)._parts.cache.kv_config.dtype == "float16"
+    assert session.statistics.acceptance_rate > 0.95
 
 
 def test_a_head_without_a_dtype_has_that_of_its_tensors(folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -387,16 +387,21 @@ def test_refusals(tmp_path: Path, edit: Callable[[Path], None], error: type[Exce
 def test_refusals_of_other_models_engines_and_sessions(opens: Open, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"draft: expected .*\(qwen3_next, qwen3_5_text, .*\) for 'mtp', got llama"):
         InferenceSession.from_model("examples/tiny-llama", engine="numpy", draft="mtp")
-    with pytest.raises(ConfigError, match=r"draft: expected ngram.* with engine='tensorrt', got 'mtp'"):
-        opens("mtp", engine="tensorrt")
     with pytest.raises(ConfigError, match="draft: expected 'mtp' in a session that was opened with draft='mtp'"):
         opens("ngram").generate([[1]], draft="mtp")
 
 
-def test_an_engine_folder_is_refused(tmp_path: Path, folder: Path) -> None:
-    path = make_engine_folder(folder, tmp_path / "engine")
-    with pytest.raises(ConfigError, match="draft: expected a model folder for 'mtp', got the engine folder"):
-        InferenceSession.open(path, engine="numpy", draft="mtp")
+@pytest.mark.parametrize("quantize", ["", pytest.param("int8", marks=pytest.mark.slow)])
+def test_an_engine_folder(tmp_path: Path, ring: Path, quantize: str) -> None:
+    """Its head is read with the dtype and the rounding of the build."""
+    engine = make_engine_folder(ring, tmp_path / "engine", dtype="float16", quantize=quantize)
+    tokens = []
+    for draft in (None, "mtp"):
+        with InferenceSession.open(engine.path, engine="numpy", draft=draft) as session:
+            tokens.append(by_prompt(session.generate(ring_prompts(2), params(15)[:2])))
+    assert tokens[0] == tokens[1]
+    assert drafter_of(session)._parts.cache.kv_config.dtype == "float16"
+    assert session.statistics.acceptance_rate > 0.95
 
 
 def test_a_vision_model_in_shards(tmp_path: Path, opens: Open, folder: Path) -> None:

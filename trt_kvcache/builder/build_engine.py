@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine_folder.config import EngineFolderConfig
-from trt_kvcache.engine_folder.folder import write_engine_folder
+from trt_kvcache.engine_folder.folder import EngineFiles, write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import BuildError
@@ -130,21 +131,15 @@ def build_engine(
     build = checked_build(model_path, target, BuildOptions.of(options))
     tensorrt = build.tensorrt
     assert tensorrt is not None
-    with build.checkpoint as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
+    with closing(build), tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         use_device(tensorrt, build.options.device)
-        report(DEFINING, None)
-        library = _use_library(build, tensorrt)
-        messages.clear_errors()  # creators that are looked up, and not registered yet, are errors in some logs
-        build, definition, plans = _built_variant(build, tensorrt, messages, report)
-        report(BUILDING, 1.0)
-        fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
+        head = None if build.draft_head is None else _built(build.draft_head, tensorrt, messages, report)
+        files = _built(build, tensorrt, messages, report)
+        config, checkpoint = files.config, files.checkpoint
         report(WRITING, None)
-        constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if build.options.in_segments else None
-        chunks = with_padding(plans)
-        config = _config(build, tensorrt, definition, plan=FileRecord.of(chunks), fingerprint=fingerprint, library=library)
-        if constants is not None:
-            config = replace(config, segments=_segments_record(config, plans, constants, build.options.operations or {}))
-        write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
+        if head is not None:
+            config = replace(config, draft_head=head.config.checkpoint.fingerprint)
+        write_engine_folder(target, config=config, plans=files.plans, checkpoint=checkpoint, constants=files.constants, draft_head=head)
         return BuildReport(
             path=target,
             tensorrt=str(tensorrt),
@@ -155,6 +150,23 @@ def build_engine(
             attention=config.attention,
             warnings=tuple(messages.warnings),
         )
+
+
+def _built(build: CheckedBuild, tensorrt: TensorRT, messages: Messages, report: Progress) -> EngineFiles:
+    """Build the engine of a model or of a draft head."""
+    checkpoint = build.checkpoint
+    report(DEFINING, None)
+    library = _use_library(build, tensorrt)
+    messages.clear_errors()  # creators that are looked up, and not registered yet, are errors in some logs
+    build, definition, plans = _built_variant(build, tensorrt, messages, report)
+    report(BUILDING, 1.0)
+    fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
+    constants = define_constants(checkpoint, build.cache, dtype=build.options.dtype) if build.options.in_segments else None
+    chunks = with_padding(plans)
+    config = _config(build, tensorrt, definition, plan=FileRecord.of(chunks), fingerprint=fingerprint, library=library)
+    if constants is not None:
+        config = replace(config, segments=_segments_record(config, plans, constants, build.options.operations or {}))
+    return EngineFiles(config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
 
 
 def _use_library(build: CheckedBuild, tensorrt: TensorRT) -> FileRecord | None:
@@ -206,7 +218,7 @@ def _define(build: CheckedBuild, tensorrt: TensorRT, messages: Messages) -> tupl
     """Define the network of the decoder, or one for each of its segments."""
     if build.options.in_segments:
         return define_segments(build.checkpoint, build.options, build.cache, tensorrt, messages)
-    return (define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages),)
+    return (define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages, tensors=build.tensors),)
 
 
 def _config(
@@ -250,6 +262,7 @@ def _config(
         adapters=options.adapter_inputs,
         max_embeddings=options.max_embeddings,
         draft_tree=options.draft_tree,
+        hidden_layers=options.hidden_layers,
     )
 
 

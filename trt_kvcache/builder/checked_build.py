@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.builder.capable_gpus import with_capable_gpus
+from trt_kvcache.builder.draft_head import JoinedTensors, open_draft_head
+from trt_kvcache.builder.network.weights import TensorSource
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.timing_cache import check_timing_cache
@@ -20,6 +23,7 @@ from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_weights
 from trt_kvcache.checkpoint.weight_files import has_weight_files
 from trt_kvcache.engine.doctor_verdict import gpu_and_driver, read_verdict
 from trt_kvcache.engine.kv_options import quantized_kv
+from trt_kvcache.engine.step_rows import hidden_layers_of
 from trt_kvcache.engine_folder.folder import check_target
 from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.memory.cuda_driver import compute_capability, find_gpu, make_current
@@ -35,12 +39,20 @@ class CheckedBuild:
     tensorrt: TensorRT | None  # None in a dry run where it is not installed
     checkpoint: Checkpoint  # open; the caller closes it
     cache: DecoderCacheConfig
+    tensors: TensorSource  # the weights: of the checkpoint, and of the other one of a model and its draft head
+    draft_head: CheckedBuild | None = None  # build of the draft head, which returns hidden states of its own
+
+    def close(self) -> None:
+        """Close the checkpoints. Idempotent."""
+        self.checkpoint.close()
+        if self.draft_head is not None:
+            self.draft_head.close()
 
 
 def checked_build(
     model_path: str | os.PathLike[str], engine_path: str | os.PathLike[str] | None, given: BuildOptions, *, dry_run: bool = False
 ) -> CheckedBuild:
-    """Validate a build, and open its checkpoint. A dry run needs neither TensorRT nor weights."""
+    """Validate a build, and open its checkpoints. A dry run needs neither TensorRT nor weights."""
     model = Path(model_path)
     Checkpoint.read_config(model)  # a model that is not supported is reported before TensorRT is imported
     if engine_path is not None:
@@ -50,8 +62,9 @@ def checked_build(
     if given.plugin_library is not None:
         check_library_file(Path(given.plugin_library))
     tensorrt = installed_tensorrt(given.flavour) if dry_run else load(given.flavour, error=BuildError)
-    checkpoint = open_checkpoint(model, given.quantize, given.adapter, needs_weights=not dry_run)
-    try:
+    with ExitStack() as undo:
+        checkpoint = open_checkpoint(model, given.quantize, given.adapter, needs_weights=not dry_run)
+        undo.callback(checkpoint.close)
         # of the open checkpoint: weights may be stored in another dtype than config.json says
         options = ResolvedOptions.of_model(given, checkpoint.config, None if tensorrt is None else build_target(tensorrt, given))
         if tensorrt is not None:
@@ -60,10 +73,32 @@ def checked_build(
         Tokenizer.open(checkpoint.path)  # damaged files that are copied are reported before the work, not by the first prompt
         GenerationDefaults.open(checkpoint.path)
         cache = options.cache_for(checkpoint.config, quantized_kv(checkpoint, given.kv_dtype, given.kv_scales))
-    except BaseException:
-        checkpoint.close()
-        raise
-    return CheckedBuild(options=options, tensorrt=tensorrt, checkpoint=checkpoint, cache=cache)
+        build = CheckedBuild(options=options, tensorrt=tensorrt, checkpoint=checkpoint, cache=cache, tensors=checkpoint)
+        if given.draft_head is not None:
+            build = _with_draft_head(build, given, undo)
+        undo.pop_all()
+    return build
+
+
+def _with_draft_head(build: CheckedBuild, given: BuildOptions, undo: ExitStack) -> CheckedBuild:
+    """Add the build of the draft head, with the sizes of the model as far as the head has positions."""
+    options, checkpoint, tensorrt, name = build.options, build.checkpoint, build.tensorrt, str(given.draft_head)
+    head = open_draft_head(name, checkpoint.path, quantize=given.quantize)
+    undo.callback(head.close)
+    states = hidden_layers_of(head.config, checkpoint.config, option=f"draft_head: {name}")
+    of_head = options.of_draft_head(head.config, None if tensorrt is None else build_target(tensorrt, given))
+    return replace(
+        build,
+        options=replace(options, hidden_layers=states),
+        tensors=checkpoint if states == "final_norm" else JoinedTensors.of_model(checkpoint, head),
+        draft_head=CheckedBuild(
+            options=of_head,
+            tensorrt=tensorrt,
+            checkpoint=head,
+            cache=of_head.cache_for(head.config),
+            tensors=JoinedTensors.of_head(head, checkpoint),
+        ),
+    )
 
 
 def build_target(tensorrt: TensorRT, options: BuildOptions) -> BuildTarget:

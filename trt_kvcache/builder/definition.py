@@ -8,6 +8,7 @@ from typing import Any
 from trt_kvcache.builder.capable_gpus import have_fp4
 from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
 from trt_kvcache.builder.network.rope import cos_sin
+from trt_kvcache.builder.network.weights import TensorSource
 from trt_kvcache.builder.options import ONE_PLAN, SEGMENTS
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.tensorrt_calls import require
@@ -53,8 +54,10 @@ def define_decoder(
     tensorrt: TensorRT,
     messages: Messages,
     names: TensorNames = DEFAULT_NAMES,
+    *,
+    tensors: TensorSource | None = None,
 ) -> DecoderDefinition:
-    """Define one network for the decoder of a checkpoint."""
+    """Define one network for the decoder of a checkpoint. ``tensors``: its weights, if some are of another checkpoint."""
     model = checkpoint.config
     if options.in_segments:
         raise ConfigError(f"plugin_layers: expected {ONE_PLAN} in one network, got {SEGMENTS}.")
@@ -63,13 +66,14 @@ def define_decoder(
     graph = Graph(tensorrt, network, messages, dtype=options.dtype)
     attention = add_decoder(
         graph,
-        Weights(checkpoint, options.dtype, has_fp4=have_fp4(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
+        Weights(tensors or checkpoint, options.dtype, has_fp4=have_fp4(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
         options,
         cache=cache,
         names=names,
+        draft_tokens=checkpoint.draft_tokens,
     )
-    tensors = decoder_tensors(model, cache, names, max_logits_per_slot=options.max_logits_per_slot)
+    specs = decoder_tensors(model, cache, names, max_logits_per_slot=options.max_logits_per_slot)
     return DecoderDefinition(
         builder=builder,
         network=network,
@@ -77,10 +81,11 @@ def define_decoder(
         cache=cache,
         names=names,
         tensors=(
-            *map(packed_as_int32, tensors),
+            *map(packed_as_int32, specs),
             *options.adapter_tensors(model),
             *options.embedding_tensors(model),
             *options.tree_tensors(model),
+            *options.hidden_tensors(model),
             *(v_outputs(model, options.dtype) if options.v_outputs else ()),
         ),
         profiles=options.profiles,
@@ -98,6 +103,8 @@ def define_segments(
 ) -> tuple[DecoderDefinition, ...]:
     """Define a network for each segment of a decoder."""
     model = checkpoint.config
+    if options.hidden_layers is not None:  # of the second choice of ``auto``
+        raise ConfigError(f"draft_head: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
     builder, create_network = _network_factory(model, tensorrt, messages)
     networks = [create_network()]
 

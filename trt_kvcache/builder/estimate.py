@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.dtypes import itemsize
+from trt_kvcache.engine.hidden_tensors import hidden_states_nbytes
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes, v_outputs
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -77,6 +79,11 @@ class BuildEstimate:
         The input for rows in place of rows of the embedding (``max_embeddings``). 0 for a build without.
     host_peak_nbytes : int
         Most memory of the host during the build.
+    hidden_states_nbytes : int
+        Hidden states that a draft head reads: those of all tokens in the cache, and those of an enqueue. 0 for a build without
+        ``draft_head``.
+    draft_head : BuildEstimate or None
+        The engine of the draft head, and its cache.
 
     See Also
     --------
@@ -91,17 +98,20 @@ class BuildEstimate:
     adapters_nbytes: int
     embeddings_nbytes: int
     host_peak_nbytes: int
+    hidden_states_nbytes: int = 0
+    draft_head: BuildEstimate | None = None
 
     @property
     def device_nbytes(self) -> int:
-        """GPU memory of a session with this engine: plan, constants, cache, activations, adapters and rows of prompts."""
-        inputs = self.adapters_nbytes + self.embeddings_nbytes
-        return self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes + inputs
+        """GPU memory of a session: plan, constants, cache, activations, adapters, rows of prompts, hidden states and draft head."""
+        own = self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes
+        inputs = self.adapters_nbytes + self.embeddings_nbytes + self.hidden_states_nbytes
+        return own + inputs + (0 if self.draft_head is None else self.draft_head.device_nbytes)
 
     @property
     def disk_nbytes(self) -> int:
         """The engine folder, without a copy of the checkpoint."""
-        return self.plan_nbytes + self.constants_nbytes
+        return self.plan_nbytes + self.constants_nbytes + (0 if self.draft_head is None else self.draft_head.disk_nbytes)
 
 
 @takes_build_options
@@ -137,8 +147,7 @@ def estimate_build(model_path: str | os.PathLike[str], **options: Unpack[BuildKe
     >>> estimate.cache_nbytes, estimate.weights_nbytes
     (262144, 60736)
     """
-    checked = checked_build(model_path, None, BuildOptions.of(options), dry_run=True)
-    with checked.checkpoint:
+    with closing(checked_build(model_path, None, BuildOptions.of(options), dry_run=True)) as checked:
         return estimate_checked(checked)
 
 
@@ -146,7 +155,8 @@ def estimate_checked(checked: CheckedBuild) -> BuildEstimate:
     """Estimate a build that was checked."""
     options = checked.options
     has_fp4 = have_fp4(options.compute_capabilities, is_rtx=options.flavour != "tensorrt")
-    return PackedModel.of(checked.checkpoint, has_fp4=has_fp4).estimate(options, checked.cache)
+    head = None if checked.draft_head is None else checked.draft_head.checkpoint
+    return PackedModel.of(checked.checkpoint, has_fp4=has_fp4, head=head).estimate(options, checked.cache)
 
 
 @dataclass(frozen=True)
@@ -155,10 +165,11 @@ class PackedModel:
 
     model: ModelConfig
     packed: Mapping[str, PackedBytes]
+    head: PackedModel | None = None  # its draft head
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, has_fp4: bool) -> PackedModel:
-        """Read a checkpoint; no weights are read. Without FP4, its weights take the bytes of int8."""
+    def of(cls, checkpoint: Checkpoint, *, has_fp4: bool, head: Checkpoint | None = None) -> PackedModel:
+        """Read a checkpoint, and that of its draft head; no weights are read. Without FP4, its weights take the bytes of int8."""
         shapes = tensor_shapes(checkpoint.config)
         types = CONSTANT_TYPES | (NATIVE_TYPES if has_fp4 else {})
         experts, packed = expert_tensors(checkpoint.config), {}
@@ -167,7 +178,10 @@ class PackedModel:
                 is_expert = name in experts
                 widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not has_fp4 and not is_expert else 0
                 packed[name] = PackedBytes(checkpoint.nbytes_of(name) + widened, BYTES if is_expert else types[kind])
-        return cls(checkpoint.config, packed)
+        if head is None:
+            return cls(checkpoint.config, packed)
+        of_head = PackedModel.of(head, has_fp4=has_fp4)
+        return cls(checkpoint.config, packed, replace(of_head, model=with_own_tensors(head.config)))
 
     def rounded(self, quantize: str) -> PackedModel:
         """Return the same model with weights rounded to ``quantize``."""
@@ -180,7 +194,8 @@ class PackedModel:
             )
             for name, scheme in schemes.items()
         }
-        return replace(self, packed=packed)
+        head = self.head.rounded(quantize) if self.head is not None and self.head.model.eagle3_input is None else self.head
+        return replace(self, packed=packed, head=head)
 
     def estimate(self, options: ResolvedOptions, cache: DecoderCacheConfig) -> BuildEstimate:
         """Return the bytes of a build: see :func:`estimate_build`."""
@@ -196,6 +211,10 @@ class PackedModel:
         library = options.plugin_library
         plan = weights.plan_nbytes + kernels + (0 if library is None else library.stat().st_size)
         constants = decoder_constants(model, cache, dtype=computed)
+        head = None if self.head is None else self._head_estimate(self.head, options)
+        peak = round(weights.peak_of_segments(plan) if segmented else weights.peak_of_one_network()) + (
+            weights.dense_nbytes // itemsize(computed) * itemsize(model.dtype) if computed != model.dtype else 0
+        )
         v_nbytes = sum(v_output_nbytes(v_outputs(model, computed), options.profiles)) if options.v_outputs else 0
         return BuildEstimate(
             weights_nbytes=weights.nbytes,
@@ -205,9 +224,24 @@ class PackedModel:
             activations_nbytes=_activations_nbytes(model, computed, options) + v_nbytes,
             adapters_nbytes=0 if options.adapter_inputs is None else options.adapter_inputs.nbytes(model, computed),
             embeddings_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in options.embedding_tensors(model)),
-            host_peak_nbytes=round(weights.peak_of_segments(plan) if segmented else weights.peak_of_one_network())
-            + (weights.dense_nbytes // itemsize(computed) * itemsize(model.dtype) if computed != model.dtype else 0),
+            host_peak_nbytes=peak if head is None else max(head.host_peak_nbytes, head.plan_nbytes + peak),  # it is built first
+            hidden_states_nbytes=0 if self.head is None else self._hidden_states_nbytes(self.head.model, options),
+            draft_head=head,
         )
+
+    def _head_estimate(self, head: PackedModel, options: ResolvedOptions) -> BuildEstimate:
+        of_head = options.of_draft_head(head.model)
+        return head.estimate(of_head, of_head.cache_for(head.model))
+
+    def _hidden_states_nbytes(self, head: ModelConfig, options: ResolvedOptions) -> int:
+        lengths = {"max_sequence_length": options.max_sequence_length, "max_prefill_length": options.max_prefill_length}
+        return hidden_states_nbytes(self.model, head, slots=options.max_batch_size, dtype=options.dtype, **lengths)
+
+
+def with_own_tensors(head: ModelConfig) -> ModelConfig:
+    """Return a draft head that has a copy of the tensors of its model, as its engine does."""
+    own = head.eagle3_input
+    return head if own is None else replace(head, eagle3_input=replace(own, shares_embedding=False, shares_head=False))
 
 
 def _kernels_nbytes(model: ModelConfig, *, segmented: bool, is_packed: bool) -> int:

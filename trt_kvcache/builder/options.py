@@ -38,6 +38,9 @@ DEFAULT_MAX_PREFILL_LENGTH = 512
 #: Values of ``plugin_layers``: one plan with plugin layers, or a plan for each segment between two attention layers.
 PLUGIN_LAYERS = ONE_PLAN, SEGMENTS = "one-plan", "segments"
 
+#: Value of ``draft_head`` for the multi-token prediction head in a model folder.
+MTP = "mtp"
+
 #: Names of these options in other projects.
 OTHER_NAMES = {
     "batch_size": "max_batch_size",
@@ -77,6 +80,7 @@ class BuildKeywords(TypedDict, total=False):
     adapters_modules: Sequence[str] | None
     max_embeddings: int
     draft_tree: int | None
+    draft_head: str | os.PathLike[str] | None
     kv_dtype: str | None
     kv_scales: str | None
 
@@ -147,6 +151,10 @@ class BuildOptions:
         Make an input for trees of draft tokens, with which ``verify`` takes ``parents``: most tokens of a tree, from 2 to 64, of which one
         enqueue returns all logits (``max_logits_per_slot`` is at least this). With plugin attention in one plan, and not with a plugin
         library or a registered attention: see ``docs/sessions.md``.
+    draft_head : "mtp" or path, optional
+        Build the engine of a draft head too, for ``draft=`` of a session, and have the engine of the model return the hidden states that
+        the head reads: ``"mtp"`` for the multi-token prediction head in the model folder, or the folder of an EAGLE-3 head. Not in
+        segments. ``max_logits_per_slot`` is 17 then, if left out: see ``docs/sessions.md``.
     kv_dtype : {"fp8", "float8_e4m3fn", "int8"}, optional
         Quantize K and V, with plugin attention. If left out they are in ``dtype``.
     kv_scales : {"tensor", "head", "token"}, optional
@@ -190,6 +198,7 @@ class BuildOptions:
     adapters_modules: Sequence[str] | None = None
     max_embeddings: int = 0
     draft_tree: int | None = None
+    draft_head: str | os.PathLike[str] | None = None
     kv_dtype: str | None = None
     kv_scales: str | None = None
 
@@ -219,6 +228,7 @@ class BuildOptions:
         self._normalize("adapter", adapter_folder)
         self._normalize("adapters_rank", partial(int_in_range, "adapters_rank", low=1, high=MAX_DIMENSION - 7, error=ConfigError))
         self._normalize("adapters_modules", _as_modules)
+        self._normalize("draft_head", _as_draft_head)
         self._check_adapters()
         object.__setattr__(self, "max_embeddings", int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError))
         self._normalize("draft_tree", partial(int_in_range, "draft_tree", low=2, high=MAX_TREE_TOKENS, error=ConfigError))
@@ -316,6 +326,13 @@ def _as_modules(given: Sequence[str]) -> tuple[str, ...]:
     if not modules or not all(isinstance(one, str) for one in modules):
         raise ConfigError(f'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got {given!r}.')
     return modules
+
+
+def _as_draft_head(given: str | os.PathLike[str]) -> str:
+    """Return "mtp" or a path as a text. The build says later whether there is a head."""
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise ConfigError(f"draft_head: expected {MTP} or the folder of an EAGLE-3 head, got {given!r}.")
+    return str(os.fspath(given))
 
 
 def _as_capabilities(given: Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ that), and its messages do not name the option at fault. So everything that is k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from trt_kvcache.builder.attention_choice import (
@@ -21,13 +21,15 @@ from trt_kvcache.builder.attention_choice import (
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, ONE_PLAN, SEGMENTS, BuildOptions, default_sequence_length
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots, padded_rank
-from trt_kvcache.engine.attention_variants import AttentionName
+from trt_kvcache.engine.attention_variants import AUTO, AttentionName
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
-from trt_kvcache.engine.decoder_profiles import decoder_profiles, logits_per_slot
+from trt_kvcache.engine.decoder_profiles import VERIFY_WIDTH, decoder_profiles, logits_per_slot
 from trt_kvcache.engine.embedding_rows import embedding_tensors
+from trt_kvcache.engine.hidden_tensors import hidden_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine.step_ancestors import tree_inputs
+from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -40,6 +42,9 @@ from trt_kvcache.trt.plugin.versions import check_plugins
 
 #: Head dims that TensorRT has attention kernels for: multiples of the step, from the smallest to ``HEAD_DIM_MAX``.
 HEAD_DIM_STEP, HEAD_DIM_MIN = 8, 16
+
+#: Options of a build that its draft head does not have. ``v_outputs`` are those of the model.
+_NOT_OF_HEADS = ("draft_head", "adapter", "adapters_rank", "adapters_modules", "kv_dtype", "kv_scales", "v_outputs", "draft_tree")
 
 #: Releases of full TensorRT that may corrupt the V that goes into a plugin layer: from the first, before the second.
 CORRUPT_V = ((10, 13), (10, 15))
@@ -63,6 +68,7 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "layer_norm",
         "logits_divisor",
         "mamba2",
+        "merged_input",
         "no_mixer",
         "no_mlp",
         "no_rope",
@@ -113,6 +119,7 @@ class ResolvedOptions(BuildOptions):
     v_outputs: bool
     choice: AttentionChoice  # of ``attention``
     adapter_inputs: AdapterInputs | None  # of ``adapters_rank`` and ``adapters_modules``
+    hidden_layers: HiddenLayers | None = None  # hidden states that the engine returns: those that ``draft_head`` reads
 
     @classmethod
     def of_model(cls, options: BuildOptions, model: ModelConfig, target: BuildTarget | None = None) -> ResolvedOptions:
@@ -157,6 +164,8 @@ class ResolvedOptions(BuildOptions):
                     f"plugin_library: expected a model without {what}, got {model.family}: their plugin layers run in Python. Leave it out."
                 )
         _check_draft_tree(options, model, choice.variant, width)
+        if options.draft_head is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
+            raise ConfigError(f"draft_head: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(
@@ -167,7 +176,7 @@ class ResolvedOptions(BuildOptions):
         chosen = {
             "max_sequence_length": length,
             "max_prefill_length": width,
-            "max_logits_per_slot": max(logits_per_slot(options.max_logits_per_slot, max_prefill_length=width), options.draft_tree or 1),
+            "max_logits_per_slot": _logits(options, width),
             "dtype": options.dtype or model.dtype,
             "attention": choice.variant,
             "v_outputs": _v_outputs(options, model, choice, target),
@@ -177,6 +186,27 @@ class ResolvedOptions(BuildOptions):
             else AdapterInputs.of(model, rank=padded_rank(options.adapters_rank), modules=options.adapters_modules),
         }
         return cls(**{**vars(options), **chosen})
+
+    def of_draft_head(self, head: ModelConfig, target: BuildTarget | None = None) -> ResolvedOptions:
+        """Return the options of the build of the draft head, with the sizes of the model as far as the head has positions."""
+        length = min(self.max_sequence_length, head.max_position_embeddings)
+        own = {
+            **{field.name: getattr(self, field.name) for field in fields(BuildOptions)},
+            **dict.fromkeys(_NOT_OF_HEADS),
+            "max_embeddings": 0,
+            "max_sequence_length": length,
+            "max_prefill_length": min(self.max_prefill_length, length),
+            "max_logits_per_slot": 1,
+            "attention": AUTO if self.choice.is_auto else self.attention,
+            "embed_weights": self.embed_weights and head.eagle3_input is not None,  # the copy of the model has its MTP head
+        }
+        resolved = ResolvedOptions.of_model(BuildOptions(**own), head, target)
+        return replace(
+            resolved,
+            v_outputs=self.v_outputs and resolved.attention == "plugin",
+            # In a draft of several tokens, an MTP head continues from its output after the norm, an EAGLE-3 head from its output before it.
+            hidden_layers="final_norm" if head.eagle3_input is None else (head.num_layers,),
+        )
 
     def next_attention(self) -> ResolvedOptions | None:
         """Return the options of the next variant of ``auto``; None if there is no other."""
@@ -212,6 +242,10 @@ class ResolvedOptions(BuildOptions):
     def embedding_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
         """Return the input for rows in place of rows of the embedding; none without ``max_embeddings``."""
         return embedding_tensors(model, self.max_embeddings, self.dtype)
+
+    def hidden_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
+        """Return the tensors of hidden states; none without ``draft_head``."""
+        return hidden_tensors(model, self.hidden_layers, self.profiles, self.dtype)
 
     def cache_for(self, model: ModelConfig, quantized: QuantizedKV | None = None) -> DecoderCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options."""
@@ -287,6 +321,14 @@ def _check_draft_tree(options: BuildOptions, model: ModelConfig, variant: Attent
         raise ConfigError(f"draft_tree: expected a model whose engine can take trees, got {model.family} with attention sinks.")
     if options.draft_tree > width:
         raise ConfigError(f"draft_tree: expected at most max_prefill_length={width}, got {options.draft_tree}.")
+
+
+def _logits(options: BuildOptions, width: int) -> int:
+    """Return the most tokens per slot whose logits an enqueue returns: those of a draft, if there is a head that drafts, and of a tree."""
+    found = logits_per_slot(options.max_logits_per_slot, max_prefill_length=width)
+    if found == 1 and options.draft_head is not None:
+        found = min(VERIFY_WIDTH, width)
+    return max(found, options.draft_tree or 1)
 
 
 def _v_outputs(options: BuildOptions, model: ModelConfig, choice: AttentionChoice, target: BuildTarget) -> bool:

@@ -14,10 +14,11 @@ from trt_kvcache.checkpoint.quantized.table_blocks import table_blocks
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.adapter_inputs import AdapterInputs, padded_rank
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
+from trt_kvcache.engine.hidden_tensors import hidden_states_nbytes
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, supports_attention
 from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RoutedMlpConfig
-from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, embedding_tables, tensor_shapes
+from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, embedding_tables, shared_tensors, tensor_shapes
 from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 
 #: Kinds of quantized values that the engine keeps packed, and the largest share that its layout adds to them.
@@ -41,10 +42,16 @@ class TorchMemory:
     packed: Mapping[str, float]
     adapters: AdapterInputs | None = None  # ranks of the adapters next to the weights
     on_host: frozenset[str] = frozenset()  # names of tables in host memory
+    head: TorchMemory | None = None  # its draft head
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, adapters_rank: int | None = None, has_host_table: bool = False) -> TorchMemory:
-        """Read a checkpoint; no weights are read. ``has_host_table``: the table of per-layer embeddings is in host memory."""
+    def of(
+        cls, checkpoint: Checkpoint, *, adapters_rank: int | None = None, has_host_table: bool = False, head: Checkpoint | None = None
+    ) -> TorchMemory:
+        """Read a checkpoint, and that of its draft head; no weights are read.
+
+        ``has_host_table``: the table of per-layer embeddings is in host memory.
+        """
         title = checkpoint.weights.format
         is_mxfp4, is_nvfp4 = _MXFP4 in title.upper(), _NVFP4 in title.upper() and _FACTORS not in title
         kinds = checkpoint.value_kinds & (_PACKED_KINDS | ({"e2m1"} if is_mxfp4 or is_nvfp4 else set()))
@@ -55,23 +62,28 @@ class TorchMemory:
         packed = _matrices(checkpoint.config) & names | ({PER_LAYER_EMBEDDING} if has_rows else set())
         adapters = None if adapters_rank is None else AdapterInputs.of(checkpoint.config, rank=padded_rank(adapters_rank))
         on_host = frozenset({PER_LAYER_EMBEDDING} if has_host_table else ())
-        return cls(checkpoint.config, {name: checkpoint.nbytes_of(name) for name in packed}, adapters, on_host)
+        sizes = {name: checkpoint.nbytes_of(name) for name in packed}
+        return cls(checkpoint.config, sizes, adapters, on_host, None if head is None else cls.of(head))
 
     def rounded(self, quantize: str) -> TorchMemory:
         """Return the same model with weights rounded to ``quantize``."""
         shapes, schemes = tensor_shapes(self.model), rounding_schemes(self.model, Quantization.parse(quantize))
         names = _matrices(self.model) & schemes.keys()
         sizes = {name: rounded_nbytes((shapes[name][0], shapes[name][1]), schemes[name], self.model.dtype) for name in names}
-        return replace(self, packed=sizes)
+        head = self.head.rounded(quantize) if self.head is not None and self.head.model.eagle3_input is None else self.head
+        return replace(self, packed=sizes, head=head)
 
     def weights_nbytes(self, dtype: str) -> int:
-        """Return the bytes of all weights on the GPU; those of routers are float32. In float32 nothing stays packed."""
+        """Return the bytes of weights on the GPU, without those that a draft head shares; those of routers are float32.
+
+        In float32 nothing stays packed.
+        """
         exact, packed = exact_tensors(self.model), self.packed if dtype in ELEMENT_TYPES else {}
         return round(
             sum(
                 packed[name] * (1 + _PADDING) if name in packed else math.prod(shape) * itemsize("float32" if name in exact else dtype)
                 for name, shape in tensor_shapes(self.model).items()
-                if name not in self.on_host
+                if name not in self.on_host and name not in shared_tensors(self.model)
             )
         )
 
@@ -84,13 +96,23 @@ class TorchMemory:
         return decoder_cache_config(self.model, **sizes, dtype=dtype, attention="plugin", quantized=quantized)
 
     def device_nbytes(self, cache: DecoderCacheConfig, dtype: str, *, max_prefill_length: int, gpu_nbytes: int) -> int:
-        """Return the bytes of a session: weights, adapters, cache, tensors of the largest step, logits, workspace, and graphs."""
+        """Return the bytes of a session: weights, adapters, cache, draft head, largest step, logits, workspace, and graphs."""
         slots = cache.max_batch_size
         step = _TENSORS_PER_ROW * slots * max_prefill_length * max(map(_widest, self.model.layers)) * itemsize(dtype)
         logits = slots * self.model.vocab_size * itemsize("float32")
         workspace = _WORKSPACE_NBYTES if self.packed else 0
         adapters = 0 if self.adapters is None else self.adapters.nbytes(self.model, dtype)
-        return self.weights_nbytes(dtype) + adapters + cache.nbytes + step + logits + workspace + round(gpu_nbytes * _GRAPHS)
+        head = 0 if self.head is None else self._head_nbytes(self.head, cache, dtype, max_prefill_length=max_prefill_length)
+        return self.weights_nbytes(dtype) + adapters + cache.nbytes + step + logits + workspace + head + round(gpu_nbytes * _GRAPHS)
+
+    def _head_nbytes(self, head: TorchMemory, cache: DecoderCacheConfig, dtype: str, *, max_prefill_length: int) -> int:
+        """Return the bytes of a draft head, which shares tensors with the model, and those of hidden states."""
+        sizes = {"max_prefill_length": max_prefill_length, "max_sequence_length": cache.max_sequence_length}
+        states = hidden_states_nbytes(self.model, head.model, slots=cache.max_batch_size, dtype=dtype, **sizes)
+        length = min(cache.max_sequence_length, head.model.max_position_embeddings)
+        of_head = head.cache_for(cache.max_batch_size, length, dtype, None)
+        assert of_head is not None, "K and V are not quantized"
+        return states + head.device_nbytes(of_head, dtype, max_prefill_length=min(max_prefill_length, length), gpu_nbytes=0)
 
 
 def _matrices(model: ModelConfig) -> set[str]:

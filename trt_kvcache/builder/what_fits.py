@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.builder.capable_gpus import have_fp4, with_capable_gpus
 from trt_kvcache.builder.checked_build import build_target, installed_tensorrt, open_checkpoint
+from trt_kvcache.builder.draft_head import open_draft_head
 from trt_kvcache.builder.estimate import BYTES, BuildEstimate, PackedModel
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.builder.resolved_options import COMPUTED_FEATURES, ResolvedOptions, check_capabilities
@@ -22,6 +24,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AUTO
 from trt_kvcache.engine.kv_options import quantized_kv
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.step_rows import hidden_layers_of
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
@@ -80,6 +83,7 @@ def what_fits(
     compute_capabilities: Sequence[str] | None = None,
     adapters_rank: int | None = None,
     per_layer_table: Literal["device", "host"] = "device",
+    draft_head: str | os.PathLike[str] | None = None,
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
@@ -110,6 +114,9 @@ def what_fits(
     per_layer_table : {"device", "host"}
         Place of the table of a model with per-layer embeddings. ``"host"`` is not counted, and the estimate is of a session with the
         PyTorch engine, as TensorRT has it in the plan.
+    draft_head : "mtp" or path, optional
+        The draft head of the session, with its cache, and the hidden states that it reads, as for :func:`~trt_kvcache.estimate_build`. If
+        left out, there is none.
 
     Returns
     -------
@@ -134,21 +141,27 @@ def what_fits(
     """
     budget = int_in_range("nbytes", nbytes, 0)
     one_of("per_layer_table", per_layer_table, ("device", "host"))
-    options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities, adapters_rank=adapters_rank)
+    options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities, adapters_rank=adapters_rank, draft_head=draft_head)
     tensorrt = installed_tensorrt(options.flavour)
     if tensorrt is not None:
         check_capabilities(options, tensorrt)
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
         with_capable_gpus(options, checkpoint.value_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
-        source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities))
         has_host_table = per_layer_table == "host"
         if has_host_table and model.per_layer_embedding is None:
             raise ConfigError(f"per_layer_table: expected device for a model without per-layer embeddings, got host for {model.family}.")
         target = None if tensorrt is None else build_target(tensorrt, options)
-        in_torch = None
-        if has_host_table or not _builds(model, options, target):
-            in_torch = TorchMemory.of(checkpoint, adapters_rank=adapters_rank, has_host_table=has_host_table)
+        with ExitStack() as opened:
+            head = None
+            if options.draft_head is not None:
+                head = opened.enter_context(open_draft_head(str(options.draft_head), checkpoint.path, quantize=None))
+                hidden_layers_of(head.config, model, option=f"draft_head: {options.draft_head}")
+            is_built = not has_host_table and all(_builds(one, options, target) for one in (model, *([head.config] if head else [])))
+            source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities), head=head)
+            in_torch = None
+            if not is_built:
+                in_torch = TorchMemory.of(checkpoint, adapters_rank=adapters_rank, has_host_table=has_host_table, head=head)
         static = _static_kv(checkpoint)
         format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF
     if in_torch is not None:

@@ -1,6 +1,7 @@
 """``trt-kvcache build``: build an engine folder from a model folder."""
 
 import shlex
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -29,6 +30,7 @@ from trt_kvcache.cli.session_flags import (
     FlavourName,
     located,
     located_adapter,
+    located_draft_head,
     located_headers,
 )
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES
@@ -143,6 +145,14 @@ class BuildFlags:
             "Default: chains only.",
         ),
     ] = None
+    draft_head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="mtp|HEAD",
+            help="Build the engine of a draft head too, for --draft of other commands: mtp for the multi-token prediction head in the "
+            "model folder, or the folder of an EAGLE-3 head, or its id of the Hugging Face Hub. Default: none.",
+        ),
+    ] = None
     kv_dtype: Annotated[KVDTypeChoice | None, choice(KVDTypeChoice, "--kv-dtype", help=KV_DTYPE_HELP)] = None
     kv_scales: Annotated[KVScalesChoice | None, choice(KVScalesChoice, "--kv-scales", help=KV_SCALES_HELP)] = None
     timing_cache: Annotated[
@@ -156,6 +166,7 @@ class BuildFlags:
         options["compute_capabilities"] = options.pop("compute_capability") or None
         options["adapters_modules"] = options.pop("adapters_module") or None
         options["adapter"] = located_adapter(self.adapter)
+        options["draft_head"] = located_draft_head(self.draft_head)
         options["operations"] = None  # they are registered from Python
         return cast(BuildKeywords, options)
 
@@ -178,8 +189,7 @@ def build(
     options = flags.keywords()
     if dry_run:
         with located_headers(model) as folder:
-            checked = checked_build(folder, output, BuildOptions.of(options), dry_run=True)
-            with checked.checkpoint:
+            with closing(checked_build(folder, output, BuildOptions.of(options), dry_run=True)) as checked:
                 estimate = estimate_checked(checked)
             if not has_weight_files(folder):
                 note(f"{model}: no weights found, which a build needs; only config.json was checked")
@@ -207,6 +217,8 @@ def print_build_sizes(estimate: BuildEstimate) -> None:
     constants = {"constants": estimate.constants_nbytes} if estimate.constants_nbytes else {}
     adapters = {"adapters": estimate.adapters_nbytes} if estimate.adapters_nbytes else {}
     rows_of_prompts = {"rows of prompts": estimate.embeddings_nbytes} if estimate.embeddings_nbytes else {}
+    head = estimate.draft_head
+    drafts = {} if head is None else {"hidden states": estimate.hidden_states_nbytes, "draft head": head.device_nbytes}
     sizes = {
         "weights": estimate.weights_nbytes,
         "plan: weights and kernels": estimate.plan_nbytes,
@@ -215,6 +227,7 @@ def print_build_sizes(estimate: BuildEstimate) -> None:
         **adapters,
         **rows_of_prompts,
         "activations and logits": estimate.activations_nbytes,
+        **drafts,
         "GPU, in all": estimate.device_nbytes,
         "disk": estimate.disk_nbytes,
         "host, at the peak of the build": estimate.host_peak_nbytes,

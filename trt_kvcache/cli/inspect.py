@@ -50,7 +50,7 @@ def inspect(
         return
     _print_head(found)
     inputs = (*found.adapter_tensors, *found.embedding_tensors, *found.tree_tensors)
-    _print_tensors((*found.tensors, *inputs, *found.v_outputs), every_tensor=tensors)
+    _print_tensors((*found.tensors, *inputs, *found.hidden_tensors, *found.v_outputs), every_tensor=tensors)
     _print_profiles(found)
     _print_attention(found)
     if found.segments is not None:
@@ -102,6 +102,10 @@ def _print_head(found: EngineInspection) -> None:
         say(f"input for rows in place of rows of the embedding: {found.max_embeddings}")
     if found.draft_tree is not None:
         say(f"takes trees of draft tokens: of up to {found.draft_tree} tokens for each slot")
+    head = found.draft_head
+    if head is not None:
+        kind = "MTP" if head.model.merge_norm is not None else "EAGLE-3"
+        say(f"draft head: {kind}, built from {head.checkpoint.path}, fingerprint {head.checkpoint.fingerprint[:16]}")
     library = found.plugin_library
     if library is not None:
         say(f"carries a plugin library, whose code runs when it is opened: {size(library.nbytes)}, SHA-256 {library.sha256[:16]}")
@@ -196,6 +200,10 @@ def _print_sizes(found: EngineInspection) -> None:
         sizes["adapters, of all ranks"] = found.adapters_nbytes
     if found.max_embeddings:
         sizes["rows in place of rows of the embedding"] = found.embeddings_nbytes
+    if found.draft_head is not None:
+        sizes["plan of the draft head"] = found.draft_head.plan_nbytes
+        sizes["cache of the draft head"] = found.draft_head.memory.nbytes
+        sizes["hidden states of a session with drafts"] = found.hidden_states_nbytes
     if cache.kv is not None:
         sizes["K and V of one token"] = memory.bytes_per_token
         sizes[f"K and V of one sequence of {cache.max_sequence_length}"] = memory.bytes_per_sequence - states

@@ -24,7 +24,15 @@ from trt_kvcache.cli.build import print_build_sizes
 from trt_kvcache.cli.console import as_json, count, length_limit, note, put_json, results, say, size, span, table
 from trt_kvcache.cli.formats import weights_format
 from trt_kvcache.cli.option_groups import Json, WrongUsage, choice, logits_per_slot
-from trt_kvcache.cli.session_flags import MAX_SEQUENCE_LENGTH_HELP, PER_LAYER_TABLE_HELP, QUANTIZE_HELP, located, located_headers
+from trt_kvcache.cli.session_flags import (
+    DRAFT_HEAD_HELP,
+    MAX_SEQUENCE_LENGTH_HELP,
+    PER_LAYER_TABLE_HELP,
+    QUANTIZE_HELP,
+    located,
+    located_draft_head,
+    located_headers,
+)
 from trt_kvcache.dtypes import DTYPE_SHORT_NAMES, MODEL_DTYPES, SCALED_KV_DTYPES, dtype_in_full
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
@@ -105,6 +113,7 @@ def memory(
         PerLayerTableChoice,
         choice(PerLayerTableChoice, "--per-layer-table", help=f"With --fit. {PER_LAYER_TABLE_HELP}"),
     ] = "device",
+    draft_head: Annotated[str | None, typer.Option(metavar="mtp|HEAD", help=f"With --engine or --fit. {DRAFT_HEAD_HELP}")] = None,
     fit: Annotated[
         str | None,
         typer.Option(
@@ -126,6 +135,8 @@ def memory(
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--adapters-rank")
     if per_layer_table != "device" and fit is None:
         raise typer.BadParameter("expected --fit with it, got none.", param_hint="--per-layer-table")
+    if draft_head is not None and not engine and fit is None:
+        raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--draft-head")
     if max_logits_per_slot is not None and not engine:
         raise typer.BadParameter("expected --engine with it, got none.", param_hint="--max-logits-per-slot")
     _check_formats(quantize, dtype, kv_dtype, with_engine=engine, with_fit=fit is not None)
@@ -155,7 +166,8 @@ def memory(
     positions = None if model is None else model.max_position_embeddings
     parameters = _parameters(model)
     asked = {"dtype": computed, "max_logits_per_slot": max_logits_per_slot or 1, "quantize": quantize}
-    both = {"compute_capabilities": compute_capability or None, "adapters_rank": adapters_rank}
+    head = {"draft_head": located_draft_head(draft_head)}
+    both = {"compute_capabilities": compute_capability or None, "adapters_rank": adapters_rank, **head}
     build = _build_estimate(folder, config, **asked, **both, kv_dtype=stored, kv_scales=kv_scales) if engine else None
     placed = {**both, "per_layer_table": per_layer_table}
     fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length, **placed)

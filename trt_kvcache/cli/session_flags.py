@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH, MTP
 from trt_kvcache.cli.console import note, progress_bar, size
 from trt_kvcache.cli.formats import kv_format
 from trt_kvcache.cli.option_groups import Changed, choice, logits_per_slot
@@ -55,6 +55,11 @@ ADAPTERS_HELP = (
 PER_LAYER_TABLE_HELP = (
     "Place of the table of per-layer embeddings (Gemma 4 E2B and E4B): GPU memory, or pinned host memory, of which PyTorch on a GPU reads "
     "the rows of each step."
+)
+
+DRAFT_HEAD_HELP = (
+    "Count a draft head too: mtp for the multi-token prediction head in the model folder, or the folder of an EAGLE-3 head, or its id of "
+    "the Hugging Face Hub. Default: none."
 )
 
 KV_DTYPE_HELP = "Quantize K and V to 8 bits, with plugin attention. Default: --dtype."
@@ -104,7 +109,7 @@ DraftOption = Annotated[
         help="Speculative decoding: verify several proposed tokens in one step. The answers stay the same. ngram: prompt lookup, for "
         "answers that repeat parts of the prompt. mtp: the multi-token prediction head in a model folder of Qwen3-Next, Qwen3.5 or "
         "Nemotron-H. MODEL: drafts of a small model with the same tokenizer, of an EAGLE-3 head or of a Gemma 4 assistant. An engine "
-        "folder needs a build with --max-logits-per-slot 17.",
+        "folder needs a build with --max-logits-per-slot 17, or with --draft-head for mtp or an EAGLE-3 head.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -245,6 +250,11 @@ def located_adapter(adapter: str | None) -> str | None:
         return None
     _quieten_downloads()
     return locate_adapter(adapter)
+
+
+def located_draft_head(draft_head: str | None) -> str | None:
+    """Return the value of ``--draft-head``, with the folder of an EAGLE-3 head; one of the Hugging Face Hub is downloaded first."""
+    return draft_head if draft_head in (None, MTP) else str(located(Path(draft_head)))
 
 
 def _located_adapters(adapters: Sequence[str] | None) -> dict[str, str] | None:

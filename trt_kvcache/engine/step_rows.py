@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -28,6 +29,28 @@ class ReducedLayers:
 #: Hidden states that an engine returns with the logits: the output of the final norm (of an assistant, its projection), or the residual
 #: stream before each of some layers, by index, side by side or reduced. The number of layers stands for the end of the residual stream.
 HiddenLayers = Literal["final_norm"] | tuple[int, ...] | ReducedLayers
+
+
+def check_head_sizes(what: str, model: ModelConfig, *, state_size: int, vocab_size: int, option: str) -> None:
+    """Check that a draft head or an assistant fits a model. Raises ConfigError about ``option``."""
+    for name, expected, given in (
+        ("hidden size", model.hidden_size, state_size),
+        ("vocabulary of", model.vocab_size, vocab_size),
+    ):
+        if given != expected:
+            raise ConfigError(f"{option}: expected {what} for the {name} {expected} of the model, got one for {given}.")
+
+
+def hidden_layers_of(head: ModelConfig, model: ModelConfig, *, option: str) -> HiddenLayers:
+    """Return the hidden states of a model that a draft head reads, after checking that it fits. Raises ConfigError about ``option``."""
+    own = head.eagle3_input
+    if own is None:
+        return "final_norm"
+    check_head_sizes("an EAGLE-3 head", model, state_size=own.state_size, vocab_size=head.vocab_size, option=option)
+    if (own.shares_embedding or own.shares_head) and head.hidden_size != model.hidden_size:
+        lacking = "embedding" if own.shares_embedding else "language model head"
+        raise ConfigError(f"{option}: expected an {lacking} of width {head.hidden_size} in the files of the head, got none.")
+    return ReducedLayers(own.layers_of(model.num_layers), head.hidden_size)
 
 
 def rows_width(hidden_layers: HiddenLayers | None, model: ModelConfig) -> int:

@@ -10,9 +10,11 @@ from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.embedding_rows import embedding_tensors
+from trt_kvcache.engine.hidden_tensors import hidden_tensors, to_plain
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.step_ancestors import tree_inputs
+from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_to_dict
 from trt_kvcache.model import ModelConfig
@@ -46,6 +48,8 @@ class EngineFolderConfig:
     adapters: AdapterInputs | None = None  # further inputs, for adapters that a session exchanges
     max_embeddings: int = 0  # rows of a further input, in place of rows of the embedding
     draft_tree: int | None = None  # most tokens of a tree, of an engine with a further input for trees of draft tokens
+    hidden_layers: HiddenLayers | None = None  # hidden states that it returns, of each token
+    draft_head: str = ""  # fingerprint of the draft head that reads them, whose engine is in the folder too; empty for none
     package_version: str = __version__  # at the build
 
     @property
@@ -85,12 +89,16 @@ class EngineFolderConfig:
         """The inputs for trees of draft tokens; none of an engine without."""
         return () if self.draft_tree is None else tree_inputs(self.model, most_slots(self.profiles))
 
+    @property
+    def hidden_tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors of hidden states; none of an engine without."""
+        return hidden_tensors(self.model, self.hidden_layers, self.profiles, self.dtype)
+
     def network_facts(self) -> dict[str, Any]:
         """Return the fields that say what the engine computes, without files and places: those of two builds of one model are equal."""
         fields = self.to_dict()
-        facts = {
-            name: value for name, value in fields.items() if name not in ("producer", "plan", "checkpoint", "plugin_library", "segments")
-        }
+        files = ("producer", "plan", "checkpoint", "plugin_library", "segments", "draft_head")
+        facts = {name: value for name, value in fields.items() if name not in files}
         return {**facts, "quantize": self.checkpoint.quantize, "is_segmented": self.segments is not None}
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,4 +125,6 @@ class EngineFolderConfig:
             "adapters": None if self.adapters is None else {"rank": self.adapters.rank, "modules": list(self.adapters.modules)},
             "max_embeddings": self.max_embeddings,
             "draft_tree": self.draft_tree,
+            "hidden_layers": to_plain(self.hidden_layers),
+            "draft_head": self.draft_head,
         }

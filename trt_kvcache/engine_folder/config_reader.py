@@ -11,6 +11,7 @@ from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_cache import decoder_cache_from_dict
+from trt_kvcache.engine.hidden_tensors import from_plain
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.engine_folder.config import FORMAT, EngineFolderConfig
@@ -29,8 +30,9 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
     try:
         capabilities, library = data["compute_capabilities"], data.get("plugin_library")  # folders of before carry no library
         v_outputs = _typed("v_outputs", data.get("v_outputs", []), list)  # and have no such outputs
+        model = ModelConfig.from_description(data["model"])
         config = EngineFolderConfig(
-            model=ModelConfig.from_description(data["model"]),
+            model=model,
             cache=decoder_cache_from_dict(data["kv_cache"]),
             names=TensorNames(**data["names"]),
             tensors=tuple(map(tensor_from_dict, data["tensors"])),
@@ -50,6 +52,8 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
             adapters=_adapters(data.get("adapters")),  # nor inputs for adapters
             max_embeddings=_typed("max_embeddings", data.get("max_embeddings", 0), int, low=0),  # nor for rows
             draft_tree=_draft_tree(data.get("draft_tree")),  # or for trees
+            hidden_layers=from_plain(data.get("hidden_layers"), model),  # nor hidden states
+            draft_head=_typed("draft_head", data.get("draft_head", ""), str),
             package_version=_typed("producer.version", data["producer"]["version"], str),
         )
         check_consistency(config)

@@ -67,6 +67,7 @@ def check_consistency(config: EngineFolderConfig) -> None:
     if config.max_embeddings and config.model.per_layer_embedding is not None:
         raise EngineError(f"max_embeddings: expected 0 for a model with per-layer embeddings, got {config.max_embeddings}.")
     _check_draft_tree(config)
+    _check_hidden_states(config)
 
 
 def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
@@ -117,6 +118,18 @@ def _check_draft_tree(config: EngineFolderConfig) -> None:
         raise EngineError(
             f"draft_tree: expected at most {config.max_logits_per_slot}, the logits of a slot in profiles, got {config.draft_tree}."
         )
+
+
+def _check_hidden_states(config: EngineFolderConfig) -> None:
+    """Check that a draft head returns hidden states, that a model returns them for a draft head, and that there are no segments."""
+    found, is_head = config.hidden_layers is not None, config.model.hidden_inputs_width > 0
+    if found is not (is_head or bool(config.draft_head)):
+        what = "of a draft head" if is_head else "for one" if config.draft_head else "without one"
+        raise EngineError(f"hidden_layers: expected {'none' if found else 'some'} {what}, got {config.hidden_layers}.")
+    if is_head and config.draft_head:
+        raise EngineError(f"draft_head: expected none of a draft head, got {config.draft_head:.30}.")
+    if found and config.segments is not None:
+        raise EngineError(f"hidden_layers: expected none with segments, got {config.hidden_layers}.")
 
 
 def _check_segments(config: EngineFolderConfig) -> None:

@@ -6,6 +6,7 @@
     tokenizer.json ...      the other files of the checkpoint
     checkpoint/             a copy of the checkpoint, if it was embedded
     adapter/                a copy of the merged adapter, likewise
+    draft_head/             the engine folder of the draft head, for a build with one: plan, configuration, copy of its checkpoint
 
 A folder appears complete or not at all.
 """
@@ -43,8 +44,10 @@ CONFIG_FILE = "config.json"
 CONSTANTS_FILE = "constants.safetensors"
 CHECKPOINT_FOLDER = "checkpoint"
 ADAPTER_FOLDER = "adapter"
+DRAFT_HEAD_FOLDER = "draft_head"
 
-_KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, CHECKPOINT_FOLDER, ADAPTER_FOLDER, *COMPANION_FILES})
+_FOLDERS = (CHECKPOINT_FOLDER, ADAPTER_FOLDER, DRAFT_HEAD_FOLDER)
+_KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, *_FOLDERS, *COMPANION_FILES})
 
 
 def is_engine_folder(path: str | os.PathLike[str]) -> bool:
@@ -179,6 +182,16 @@ def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
     return content
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineFiles:
+    """An engine that is written into an engine folder, and its open checkpoint."""
+
+    config: EngineFolderConfig
+    plans: Sequence[Any]  # buffers
+    checkpoint: Checkpoint
+    constants: Sequence[Any] | None = None  # buffers, of an engine in segments
+
+
 def check_target(engine_path: Path, model_path: Path, adapter_path: Path | None = None) -> None:
     """Check that an engine folder can be made, before the build. A symbolic link is followed."""
     place = Path(os.path.realpath(engine_path))
@@ -203,31 +216,50 @@ def check_target(engine_path: Path, model_path: Path, adapter_path: Path | None 
 
 
 def write_engine_folder(
-    target: Path, *, config: EngineFolderConfig, plans: Sequence[Any], checkpoint: Checkpoint, constants: Sequence[Any] | None = None
+    target: Path,
+    *,
+    config: EngineFolderConfig,
+    plans: Sequence[Any],
+    checkpoint: Checkpoint,
+    constants: Sequence[Any] | None = None,
+    draft_head: EngineFiles | None = None,
 ) -> EngineFolder:
     """Write an engine folder, which appears complete or not at all. A folder of this name is replaced."""
     with atomic_folder(target) as folder:
-        for name, chunks in ((PLAN_FILE, plans), (CONSTANTS_FILE, constants)):
-            if chunks is not None:
-                with (folder / name).open("wb") as file:
-                    for chunk in chunks:
-                        file.write(memoryview(chunk))
-        files = ModelFiles(checkpoint.path)
+        of_model = ModelFiles(checkpoint.path)
         for name in COMPANION_FILES:
             if (checkpoint.path / name).is_file():
                 shutil.copyfile(checkpoint.path / name, folder / name)
-            elif files.has(name):  # in the metadata of a GGUF file
-                (folder / name).write_bytes(files.text(name).encode())
+            elif of_model.has(name):  # in the metadata of a GGUF file
+                (folder / name).write_bytes(of_model.text(name).encode())
         if config.checkpoint.embedded:
-            copy = folder / CHECKPOINT_FOLDER
-            copy.mkdir()
-            for path in checkpoint.files:
-                shutil.copyfile(path, copy / path.name)
+            # An MTP head is in the folder of the model, maybe in files of its own.
+            has_mtp_head = draft_head is not None and draft_head.checkpoint.path == checkpoint.path
+            _copy((*checkpoint.files, *(draft_head.checkpoint.files if draft_head and has_mtp_head else ())), folder / CHECKPOINT_FOLDER)
             if checkpoint.adapter is not None:
-                copy = folder / ADAPTER_FOLDER
-                copy.mkdir()
-                for path in checkpoint.adapter.files:
-                    shutil.copyfile(path, copy / path.name)
-        text = json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
-        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+                _copy(checkpoint.adapter.files, folder / ADAPTER_FOLDER)
+        if draft_head is not None:
+            (folder / DRAFT_HEAD_FOLDER).mkdir()
+            if draft_head.config.checkpoint.embedded:
+                _copy(draft_head.checkpoint.files, folder / DRAFT_HEAD_FOLDER / CHECKPOINT_FOLDER)
+            _write_engine(folder / DRAFT_HEAD_FOLDER, draft_head)
+        _write_engine(folder, EngineFiles(config=config, plans=plans, checkpoint=checkpoint, constants=constants))
     return EngineFolder(target, config)
+
+
+def _write_engine(folder: Path, files: EngineFiles) -> None:
+    """Write plans, constants and the configuration."""
+    for name, chunks in ((PLAN_FILE, files.plans), (CONSTANTS_FILE, files.constants)):
+        if chunks is not None:
+            with (folder / name).open("wb") as file:
+                for chunk in chunks:
+                    file.write(memoryview(chunk))
+    text = json.dumps(files.config.to_dict(), indent=2, ensure_ascii=False) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def _copy(paths: Sequence[Path], folder: Path) -> None:
+    """Copy files into a folder, which is made, each once."""
+    folder.mkdir()
+    for path in dict.fromkeys(paths):
+        shutil.copyfile(path, folder / path.name)

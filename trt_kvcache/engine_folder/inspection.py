@@ -1,5 +1,7 @@
 """``inspect_engine``: the contents of an engine folder, read from its ``config.json`` without TensorRT or a GPU."""
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,11 @@ from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.embedding_rows import embedding_tensors
+from trt_kvcache.engine.hidden_tensors import hidden_states_nbytes, hidden_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.step_ancestors import tree_inputs
-from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.engine.step_rows import HiddenLayers
+from trt_kvcache.engine_folder.folder import DRAFT_HEAD_FOLDER, EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
 from trt_kvcache.memory.shapes import MAX_DIMENSION, dense_nbytes
@@ -71,6 +75,10 @@ class EngineInspection:
         Rows in place of rows of the embedding for which the engine has an input; 0 for an engine without.
     draft_tree : int or None
         For an engine that was built with ``draft_tree``: most tokens of a tree of draft tokens.
+    hidden_layers : "final_norm", tuple of int, ReducedLayers or None
+        For an engine that was built with ``draft_head``, and for that of a draft head: the hidden states that it returns of each token.
+    draft_head : EngineInspection or None
+        For an engine that was built with ``draft_head``: the engine of the draft head.
     """
 
     path: Path
@@ -94,6 +102,21 @@ class EngineInspection:
     adapters: AdapterInputs | None
     max_embeddings: int
     draft_tree: int | None
+    hidden_layers: HiddenLayers | None
+    draft_head: EngineInspection | None
+
+    @property
+    def hidden_tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors of hidden states, which are not among ``tensors``; none of an engine without."""
+        return hidden_tensors(self.model, self.hidden_layers, self.profiles, self.dtype)
+
+    @property
+    def hidden_states_nbytes(self) -> int:
+        """Bytes of hidden states of a session that drafts with the head: of all tokens in the cache, and of those of an enqueue."""
+        if self.draft_head is None:
+            return 0
+        lengths = {"max_sequence_length": self.cache.max_sequence_length, "max_prefill_length": self.profiles[0].max_width}
+        return hidden_states_nbytes(self.model, self.draft_head.model, slots=self.cache.max_batch_size, dtype=self.dtype, **lengths)
 
     @property
     def adapter_tensors(self) -> tuple[TensorSpec, ...]:
@@ -154,6 +177,9 @@ class EngineInspection:
             sizes["adapters"] = self.adapters_nbytes
         if self.max_embeddings:
             sizes["rows of prompts"] = self.embeddings_nbytes
+        if self.draft_head is not None:
+            sizes["draft head"] = self.draft_head.plan_nbytes + self.draft_head.memory.nbytes
+            sizes["hidden states"] = self.hidden_states_nbytes
         if self.cache.kv is not None:
             sizes["K and V"] = self.memory.nbytes - self.memory.states_nbytes
         if self.memory.states_nbytes:
@@ -255,4 +281,6 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         adapters=config.adapters,
         max_embeddings=config.max_embeddings,
         draft_tree=config.draft_tree,
+        hidden_layers=config.hidden_layers,
+        draft_head=inspect_engine(folder.path / DRAFT_HEAD_FOLDER) if config.draft_head else None,
     )

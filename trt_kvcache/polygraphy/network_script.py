@@ -93,7 +93,7 @@ class NetworkScript:
         one_of("flavour", self.options.flavour, ("auto", tensorrt.flavour))
         build = checked_build(self.model, None, replace(self.options, flavour=tensorrt.flavour))
         with tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
-            definition = define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages)
+            definition = define_decoder(build.checkpoint, build.options, build.cache, tensorrt, messages, tensors=build.tensors)
         self.options = build.options
         _DEFINED.append(_Defined(build, definition))
         return definition.builder, definition.network

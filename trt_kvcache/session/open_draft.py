@@ -8,15 +8,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trt_kvcache._util.progress import Progress
-from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MTP
 from trt_kvcache.checkpoint import Checkpoint, Tokenizer
-from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.engine.step_rows import hidden_layers_of
+from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.session.assistant_drafter import AssistantDrafter
-from trt_kvcache.session.draft_heads import assistant_folder, draft_head_folder
+from trt_kvcache.session.draft_heads import assistant_folder, built_head, draft_head_folder, names_head
 from trt_kvcache.session.head_drafter import HeadDrafter
 from trt_kvcache.session.model_drafter import ModelDrafter
 from trt_kvcache.session.model_location import expanded, locate_model
@@ -24,11 +25,12 @@ from trt_kvcache.session.open_model import (
     EngineFallbackWarning,
     SessionParts,
     open_assistant,
+    open_built_head,
     open_draft_head,
     open_engine_folder,
     open_model,
 )
-from trt_kvcache.session.session_options import MTP, NGRAM, SessionOptions
+from trt_kvcache.session.session_options import NGRAM, DTypeChoice, SessionOptions
 
 
 def with_draft(
@@ -44,12 +46,15 @@ def with_draft(
         if options.draft_tree is not None:
             _check_takes_trees("model", parts)
         assistant, head = assistant_folder(options.draft), draft_head_folder(options.draft)
-        if options.draft == MTP:
-            drafter: ModelDrafter = _mtp_drafter(folder, parts, options)
+        if parts.folder is not None and names_head(options.draft):
+            drafter: ModelDrafter = _built_drafter(parts, options)
+        elif options.draft == MTP:
+            drafter = _mtp_drafter(*_model_of(folder, options), parts)
         elif assistant is not None:
             drafter = _assistant_drafter(options.draft, assistant, parts, options)
         elif head is not None:
-            drafter = _eagle3_drafter(options.draft, head, parts, options)
+            _, of_model = _model_of(folder, options)
+            drafter = _eagle3_drafter(options.draft, head, parts, of_model)
         else:
             small = _open(options.draft, parts, options, progress)
             undo.callback(small.close)
@@ -61,10 +66,39 @@ def with_draft(
     return replace(parts, draft=drafter, on_close=_both(parts.on_close, drafter.close))
 
 
-def _mtp_drafter(folder: str | PathLike[str], parts: SessionParts, options: SessionOptions) -> HeadDrafter:
+def _built_drafter(parts: SessionParts, options: SessionOptions) -> HeadDrafter:
+    """Return the drafter of a head with a TensorRT engine of its own."""
+    assert parts.folder is not None
+    assert options.draft is not None
+    with ExitStack() as undo:
+        head = open_built_head(built_head(options.draft, parts.folder), parts, options)
+        undo.callback(head.close)
+        if options.draft_tree is not None:
+            _check_takes_trees("draft head", head)
+        if head.cache.max_batch_size < parts.cache.max_batch_size:
+            raise ConfigError(
+                f"draft: expected an engine of {parts.cache.max_batch_size} slots or more, got one of {head.cache.max_batch_size}."
+            )
+        drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size, tree_tokens=_tree_tokens(options))
+        undo.pop_all()
+    return drafter
+
+
+def _model_of(folder: str | PathLike[str], options: SessionOptions) -> tuple[Path, SessionOptions]:
+    """Return the model folder of a session, and its options; those of an engine folder are fixed by the build."""
+    place = expanded(folder)
+    if not is_engine_folder(place):
+        return place, options
+    engine = EngineFolder.open(place)
+    model, record = engine.find_checkpoint(), engine.config.checkpoint
+    assert model is not None, "the session has opened it"
+    return model, replace(options, dtype=cast(DTypeChoice, engine.config.dtype), quantize=record.quantize or None)
+
+
+def _mtp_drafter(folder: Path, options: SessionOptions, parts: SessionParts) -> HeadDrafter:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the weights: shown when the model was opened
-        checkpoint = Checkpoint.open_mtp_head(expanded(folder), quantize=options.quantize)
+        checkpoint = Checkpoint.open_mtp_head(folder, quantize=options.quantize)
     with checkpoint, ExitStack() as undo:
         head = open_draft_head(checkpoint, parts, options, hidden_layers="final_norm")
         undo.callback(head.close)
@@ -75,11 +109,8 @@ def _mtp_drafter(folder: str | PathLike[str], parts: SessionParts, options: Sess
 
 def _eagle3_drafter(draft: str, folder: Path, parts: SessionParts, options: SessionOptions) -> HeadDrafter:
     with Checkpoint.open_eagle3_head(folder) as checkpoint, ExitStack() as undo:
-        model, own = checkpoint.config, checkpoint.config.eagle3_input
-        if own is not None and (own.shares_embedding or own.shares_head) and model.hidden_size != parts.model.hidden_size:
-            lacking = "embedding" if own.shares_embedding else "language model head"
-            raise ConfigError(f"draft: {draft}: expected an {lacking} of width {model.hidden_size} in the files of the head, got none.")
-        head = open_draft_head(checkpoint, parts, options, hidden_layers=(model.num_layers,))
+        hidden_layers_of(checkpoint.config, parts.model, option=f"draft: {draft}")  # what it shares is known now
+        head = open_draft_head(checkpoint, parts, options, hidden_layers=(checkpoint.config.num_layers,))
         undo.callback(head.close)
         drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size, tree_tokens=_tree_tokens(options))
         undo.pop_all()

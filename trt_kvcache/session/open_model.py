@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.progress import Progress
 from trt_kvcache.builder.build_engine import build_engine
-from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, default_sequence_length
+from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, MTP, default_sequence_length
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.edge_llm import make_cache
@@ -43,9 +43,9 @@ from trt_kvcache.model.features import check_features
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
-from trt_kvcache.session.draft_heads import assistant_folder, draft_head_folder, hidden_layers_for
+from trt_kvcache.session.draft_heads import assistant_folder, draft_head_folder, hidden_layers_for, names_head
 from trt_kvcache.session.model_location import expanded
-from trt_kvcache.session.session_options import DEFAULT_ATTENTION, MTP, SessionOptions
+from trt_kvcache.session.session_options import DEFAULT_ATTENTION, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
@@ -80,10 +80,11 @@ class SessionParts:
     weights: WeightsSummary | None = None
     draft: DraftChoice | None = None
     on_close: Callable[[], object] | None = None
+    folder: EngineFolder | None = None  # of an engine on TensorRT
 
     def arguments(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the fields of a session by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "folder"}
 
     def close(self) -> None:
         """Close engine and cache, if no session came to own them."""
@@ -100,10 +101,9 @@ def open_engine_folder(
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
-    if options.draft == MTP or assistant_folder(options.draft) is not None or draft_head_folder(options.draft) is not None:
-        head = "'mtp'" if options.draft == MTP else "an EAGLE-3 head" if assistant_folder(options.draft) is None else "an assistant"
+    if assistant_folder(options.draft) is not None:
         raise ConfigError(
-            f"draft: expected a model folder for {head}, got the engine folder {path}. InferenceSession.from_model opens one."
+            f"draft: expected a model folder for an assistant, got the engine folder {path}. InferenceSession.from_model opens one."
         )
     place = expanded(path)
     if not is_engine_folder(place) and (place / CONFIG_FILE).is_file():
@@ -114,6 +114,8 @@ def open_engine_folder(
     folder = EngineFolder.open(place)
     config = folder.config
     _check_per_layer_table(config.model, options)
+    if config.model.hidden_inputs_width:
+        raise ConfigError(f"{path}: expected the engine folder of a model, got that of a draft head. Name it as draft=.")
     if options.adapters and config.checkpoint.adapter:
         names = ", ".join(options.adapters)
         raise ConfigError(f"adapters: expected none with {path}, which was built with a merged adapter, got {names}.")
@@ -140,6 +142,7 @@ def open_engine_folder(
             ),
             attention=cast(Attention, config.attention_variant),
             names=config.names,
+            hidden_layers=hidden_layers_for(options.draft, config.model),
             adapters=adapters,
             max_embeddings=max(options.max_embeddings, config.max_embeddings),
             progress=_bytes_progress(progress, LOADING),
@@ -159,8 +162,6 @@ def open_model(
         model = checkpoint.config
         _check_per_layer_table(model, options)
         hidden_layers = hidden_layers_for(options.draft, model)
-        if hidden_layers is not None and options.engine == "tensorrt":
-            raise ConfigError(f"draft: expected no head with engine='tensorrt', got {options.draft}. NumPy and PyTorch run it.")
         named = options.attention
         attention: Attention = "plugin" if options.kv_dtype else DEFAULT_ATTENTION if named is None or named == "auto" else named
         quantized = quantized_kv(checkpoint, options.kv_dtype, options.kv_scales)
@@ -168,15 +169,18 @@ def open_model(
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
         adapters = _adapters(model, options)
-        tree = draft_tree or options.draft_tree
-        leaves_out = hidden_layers is not None or (tree is not None and options.engine == "auto")
+        tree, has_assistant = draft_tree or options.draft_tree, assistant_folder(options.draft) is not None
+        if has_assistant and options.engine == "tensorrt":
+            raise ConfigError(f"draft: expected no assistant with engine='tensorrt', got {options.draft}. NumPy and PyTorch run it.")
+        leaves_out = has_assistant or (tree is not None and options.engine == "auto")
         if not leaves_out and _tries_tensorrt(options, options.flavour, model):
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 built = options
                 if options.draft is not None and options.max_logits_per_slot is None:
                     built = replace(options, max_logits_per_slot=min(VERIFY_WIDTH, width))
-                return _built_parts(checkpoint.path, memory, built, adapters, tree and min(tree, width), progress)
+                has_head, tree = hidden_layers is not None, tree and min(tree, width)
+                return _built_parts(checkpoint.path, memory, built, adapters, progress, draft_tree=tree, has_head=has_head)
             except (BuildError, ConfigError, EngineError, CudaError) as error:
                 _fall_back(options, error, model)
         running = _checkpoint_engine(
@@ -326,6 +330,12 @@ def open_assistant(checkpoint: Checkpoint, parts: SessionParts) -> SessionParts:
     return replace(parts, engine=assistant, cache=cache, names=DEFAULT_NAMES, model=model, on_close=None)
 
 
+def open_built_head(folder: EngineFolder, parts: SessionParts, options: SessionOptions) -> SessionParts:
+    """Open the TensorRT engine of a draft head in the memory of a session. The caller closes the parts."""
+    of_head = SessionOptions(engine="tensorrt", flavour=options.flavour, device=options.device, cuda_graphs=options.cuda_graphs)
+    return _tensorrt_parts(folder, cast(CudaMemory, parts.engine.memory), of_head, None)
+
+
 def _torch_memory(options: SessionOptions) -> Memory:
     """Return the memory of the GPU if PyTorch and cuda-python can use it, else host memory."""
     from trt_kvcache.torch_engine.device import gpu_failure
@@ -379,11 +389,14 @@ def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOp
     running: Engine
     if config.segments is None:
         running = TensorRTEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs, adapters=adapters)
+        if config.draft_head and not names_head(options.draft):
+            running.hidden_states = None  # of no use without the head: those of each sequence would be kept
     elif adapters is None:
         running = SegmentedEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs)
     else:
         raise ConfigError(f"adapters: expected none with {folder.path}, an engine in segments, got {', '.join(adapters.names)}.")
-    return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options)
+    parts = _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options)
+    return replace(parts, folder=folder)
 
 
 def _built_parts(
@@ -391,8 +404,10 @@ def _built_parts(
     memory: CudaMemory,
     options: SessionOptions,
     adapters: AdapterSet | None,
-    draft_tree: int | None,
     progress: Progress | None,
+    *,
+    draft_tree: int | None,
+    has_head: bool,
 ) -> SessionParts:
     """Build an engine into a temporary folder that is removed with the session."""
     place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
@@ -401,6 +416,8 @@ def _built_parts(
         keywords["draft_tree"] = draft_tree
     if adapters is not None:
         keywords["adapters_rank"], keywords["adapters_modules"] = sum(adapters.ranks.values()), adapters.modules
+    if has_head:
+        keywords["draft_head"] = draft_head_folder(options.draft) or MTP
     try:
         report = build_engine(path, Path(place.name) / "engine", progress=progress, **keywords)
         parts = _tensorrt_parts(EngineFolder.open(report.path), memory, options, adapters)

@@ -80,9 +80,6 @@ class ModelOptions(OpenOptions, total=False):
 #: Value of ``draft`` for prompt lookup.
 NGRAM = "ngram"
 
-#: Value of ``draft`` for the multi-token prediction head in a model folder.
-MTP = "mtp"
-
 #: Options that an engine folder has fixed at its build.
 BUILD_OPTIONS = (
     *("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot"),
@@ -113,11 +110,12 @@ class SessionOptions:
         True to run decode steps, verify steps and frequent prefills of TensorRT engines as CUDA graphs, as the PyTorch engine always does.
     draft : "ngram", "mtp" or path, optional
         Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup.
-        ``"mtp"`` is the multi-token prediction head in a model folder; not with TensorRT, which ``"auto"`` then leaves out. A path, or an
-        id of the Hugging Face Hub, is a small model with the same tokenizer, which generates drafts: an engine folder, or a model folder,
-        opened with ``engine`` and ``dtype`` of this session. Or it is the folder of an EAGLE-3 head or a Gemma 4 assistant for a model
-        folder; not with TensorRT, as for ``"mtp"``. The engine of the large model must return the logits of several tokens per
-        slot, as an engine does that is opened from a model folder. Off if left out.
+        ``"mtp"`` is the multi-token prediction head in a model folder. A path, or an id of the Hugging Face Hub, is a small model with the
+        same tokenizer, which generates drafts: an engine folder, or a model folder, opened with ``engine`` and ``dtype`` of this session.
+        Or it is the folder of an EAGLE-3 head, or of a Gemma 4 assistant for a model folder (not with TensorRT, which ``"auto"`` then
+        leaves out). For ``"mtp"`` and an EAGLE-3 head, a TensorRT engine folder must have been built with ``draft_head``. The engine of
+        the large model must return the logits of several tokens per slot, as an engine does that is opened from a model folder. Off if
+        left out.
     draft_tree : int, optional
         Most tokens of a draft that is a tree, from 2 to 64, with the token before it. A tree proposes several tokens for a position, so
         more tokens are accepted in a step that verifies more of them. For ``draft`` with the path of a small model or of an EAGLE-3 head.
@@ -222,8 +220,6 @@ class SessionOptions:
         int_in_range("device", self.device, 0)
         if self.draft is not None:
             object.__setattr__(self, "draft", _path_text("draft", self.draft))
-            if self.draft == MTP and self.engine == "tensorrt":
-                raise ConfigError("draft: expected ngram, the folder of a model or none with engine='tensorrt', got 'mtp'.")
         if self.draft_tree is not None:
             int_in_range("draft_tree", self.draft_tree, 2, MAX_TREE_TOKENS, error=ConfigError)
             if self.draft in (None, NGRAM):

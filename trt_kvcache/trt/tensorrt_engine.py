@@ -17,10 +17,12 @@ from typing import Any
 
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.engine.embedding_rows import EMBEDDING_ROWS
+from trt_kvcache.engine.hidden_tensors import HIDDEN_INPUTS, most_tokens
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine.slot_adapters import SlotAdapters
 from trt_kvcache.engine.step_ancestors import StepAncestors
+from trt_kvcache.engine.step_rows import StepRows
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
@@ -69,7 +71,7 @@ class TensorRTEngine(GraphEngine):
     tensors : mapping of str to TensorSpec
         Inputs and outputs by name, inputs first; of the whole engine, but for those that the engine binds: V outputs
         (``config.v_outputs``), inputs for adapters (``config.adapter_tensors``), for rows (``config.embedding_tensors``) and for trees
-        (``config.tree_tensors``).
+        (``config.tree_tensors``), and hidden states (``config.hidden_tensors``).
     profiles : sequence of EngineProfile
         The optimisation profiles, by index.
     memory : Memory
@@ -84,6 +86,9 @@ class TensorRTEngine(GraphEngine):
         Rows of token ids past the vocabulary, of an engine that was built with ``max_embeddings``.
     ancestors : StepAncestors or None
         The trees of the new tokens of the next step; None for an engine that takes chains only. Built with ``draft_tree`` it takes trees.
+    hidden_states, hidden_inputs : StepRows or None
+        Hidden states of the tokens of the last step, of an engine that was built with ``draft_head`` or of a draft head, and those that the
+        next step of a draft head reads.
 
     Notes
     -----
@@ -113,6 +118,8 @@ class TensorRTEngine(GraphEngine):
         self.names = names
         self.slot_adapters: SlotAdapters | None = None
         self.ancestors: StepAncestors | None = None
+        self.hidden_states: StepRows | None = None
+        self.hidden_inputs: StepRows | None = None
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
             built_by = ""
@@ -121,18 +128,20 @@ class TensorRTEngine(GraphEngine):
                 if config.attention_variant == "plugin" and config.plugin_library is None:
                     register(tensorrt)
             v_outputs, trees = ((), ()) if config is None else (config.v_outputs, config.tree_tensors)
+            hidden_tensors = () if config is None else config.hidden_tensors
             own_inputs = () if config is None else (*config.adapter_tensors, *config.embedding_tensors, *trees)
+            bound_here = (*own_inputs, *hidden_tensors, *v_outputs)
             has_library = config is not None and config.plugin_library is not None
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by, has_library=has_library)
             self.profiles = read_profiles(self._plan.ranges, names)
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                self._plan.tensors = compare_tensors(self._plan.tensors, [*map(packed_as_int32, config.tensors), *own_inputs, *v_outputs])
+                self._plan.tensors = compare_tensors(self._plan.tensors, [*map(packed_as_int32, config.tensors), *bound_here])
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
             unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
-            not_for_callers = {spec.name for spec in (*own_inputs, *v_outputs)}
+            not_for_callers = {spec.name for spec in bound_here}
             self.tensors = {name: spec for name, spec in unpacked.tensors.items() if name not in not_for_callers}
             num_sets = count_binding_sets(self.tensors, names)
             self._create_contexts([self._plan], num_sets=num_sets, stream=stream)
@@ -145,6 +154,7 @@ class TensorRTEngine(GraphEngine):
                 for context in contexts:
                     self._plan.set_tensor_address(context, EMBEDDING_ROWS, self.embeddings.table.ptr)
             self._bind_trees(trees, contexts)
+            self._bind_hidden_states(hidden_tensors, contexts)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
@@ -275,6 +285,18 @@ class TensorRTEngine(GraphEngine):
         for spec in trees:
             for context in contexts:
                 self._plan.set_tensor_address(context, spec.name, addresses[spec.name])
+
+    def _bind_hidden_states(self, hidden_tensors: Sequence[TensorSpec], contexts: Sequence[int]) -> None:
+        """Allocate the rows of hidden states of the largest enqueue, and bind them in every context."""
+        for spec in hidden_tensors:
+            rows = StepRows(self.memory, max_tokens=most_tokens(self.profiles), width=spec.shape[-1], dtype=spec.dtype)
+            self._resources.callback(rows.close)
+            for context in contexts:
+                self._plan.set_tensor_address(context, spec.name, rows.table.ptr)
+            if spec.name == HIDDEN_INPUTS:
+                self.hidden_inputs = rows
+            else:
+                self.hidden_states = rows
 
     def _bind_v_outputs(self, v_outputs: Sequence[TensorSpec], contexts: Sequence[int], stream: Any) -> None:
         """Allocate the memory of all V outputs, and bind it in every context. Contexts of CUDA graphs copy the addresses."""

@@ -56,17 +56,22 @@ class CapturingStream(AddressedStream):
 class CapturingMemory(AddressedMemory):
     """Memory whose streams capture what a stand-in of TensorRT runs. ``replayed`` counts the graphs that were launched, by profile."""
 
-    def __init__(self, fake):
+    def __init__(self, *fakes):
         super().__init__()
-        self.captured, self.replayed, self.run = None, Counter(), fake.run
-        fake.run = self.note_or_run
+        self.captured, self.replayed, self.runs = None, Counter(), {}
+        for fake in fakes:
+            self.watch(fake)
+
+    def watch(self, fake):
+        """Capture what a stand-in runs, too."""
+        self.runs[fake], fake.run = fake.run, self.note_or_run
 
     def create_stream(self):
         return CapturingStream(self)
 
     def note_or_run(self, context):
         if self.captured is None:
-            self.run(context)
+            self.runs[context.fake](context)
         else:
             self.captured.append((context, context.changes))
 
@@ -74,7 +79,7 @@ class CapturingMemory(AddressedMemory):
         for context, changes in captured:
             assert context.changes == changes, "undefined: the context has changed"
             self.replayed[context.profile] += 1
-            self.run(context)
+            self.runs[context.fake](context)
 
 
 def serve(session, prompts=PROMPTS):

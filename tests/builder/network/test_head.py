@@ -12,7 +12,7 @@ from tests.builder.network.parts import Part, StoredWeights, normal
 from tests.helpers.assertions import assert_close
 from tests.helpers.models import SMALL
 from trt_kvcache.builder.network.embedding_table import embedding_table
-from trt_kvcache.builder.network.head import by_slot, chosen_tokens, last_token, logits
+from trt_kvcache.builder.network.head import by_slot, chosen_tokens, final_norm, last_token, logits, spread
 from trt_kvcache.model import ModelConfig, NormConfig
 
 pytestmark = pytest.mark.trt
@@ -52,7 +52,8 @@ def test_logits_are_the_projection_of_the_normalised_state(part: MakePart, tied:
     weights = StoredWeights(model__embed_tokens__weight=table, lm_head__weight=head, model__norm__weight=norm)
     model = replace(MODEL, tie_word_embeddings=tied)
     constant = embedding_table(made.graph, weights, EMBEDDING, EMBEDDING)
-    found = made.run(logits(made.graph, made.graph.input("x", "float32", (2, 4)), weights, model, constant), x=x)
+    state = final_norm(made.graph, made.graph.input("x", "float32", (2, 4)), weights, model)
+    found = made.run(logits(made.graph, state, weights, model, constant), x=x)
     normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.25) * norm
     assert_close(found, normed @ (table if tied else head).T)
 
@@ -60,5 +61,13 @@ def test_logits_are_the_projection_of_the_normalised_state(part: MakePart, tied:
 def test_logits_are_in_float32(part: MakePart) -> None:
     made, x = part("float16"), normal(2, 4, dtype="float16")
     weights = StoredWeights(lm_head__weight=normal(7, 4, dtype="float16"), model__norm__weight=np.ones(4, np.float16))
-    tensor = made.graph.input("x", "float16", (2, 4))
+    tensor = final_norm(made.graph, made.graph.input("x", "float16", (2, 4)), weights, MODEL)
     assert made.run(logits(made.graph, tensor, weights, replace(MODEL, tie_word_embeddings=False), None), x=x).dtype == np.float32
+
+
+def test_logits_of_some_token_ids_are_spread_over_all(part: MakePart) -> None:
+    made, x, tokens = part(), normal(3, 4), np.array([5, 0, MODEL.vocab_size - 1, 2])
+    found = made.run(spread(made.graph, made.graph.input("x", "float32", (-1, 4)), tokens, MODEL), x=x)
+    expected = np.full((3, MODEL.vocab_size), -np.inf, np.float32)
+    expected[:, tokens] = x
+    np.testing.assert_array_equal(found, expected)

@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from trt_kvcache.builder.network import head
 from trt_kvcache.builder.network.adapter_updates import AdapterUpdates
 from trt_kvcache.builder.network.attention_lowering import PluginLayerLowering, SegmentCutLowering
@@ -14,6 +17,7 @@ from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.network.embedding_rows import ids_of_tokens, with_rows
 from trt_kvcache.builder.network.embedding_table import embedding_table, look_up, split_table
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.hidden_states import add_hidden_states, head_inputs, step_rows
 from trt_kvcache.builder.network.new_tokens import NewTokens
 from trt_kvcache.builder.network.per_layer_input import PerLayerInputs
 from trt_kvcache.builder.network.plugin_nodes import DecoderPluginLayers, decoder_plugin_layers
@@ -27,6 +31,7 @@ from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
 from trt_kvcache.engine.decoder_profiles import MIN_BATCH_SIZE
 from trt_kvcache.engine.decoder_tensors import cache_indices, logits_tensors, state_tensors
+from trt_kvcache.engine.hidden_tensors import HIDDEN_INPUTS
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import (
     EMBEDDING,
@@ -47,10 +52,11 @@ def add_decoder(
     *,
     cache: DecoderCacheConfig,
     names: TensorNames = DEFAULT_NAMES,
+    draft_tokens: npt.NDArray[np.int64] | None = None,
 ) -> tuple[AttentionLayerConfig, ...]:
     """Fill the empty network of ``graph`` with a decoder; return how attention was built.
 
-    Keep ``graph`` until the build is done: it owns the arrays that TensorRT points at.
+    Keep ``graph``, which owns arrays, until the build is done. ``draft_tokens``: token ids of the logits of a draft head, None for all.
     """
     attention, max_sequence_length = options.attention, cache.max_sequence_length
     operations = options.operations or {}
@@ -105,9 +111,19 @@ def add_decoder(
         tables = split_table(graph, weights, PER_LAYER_EMBEDDING, model.per_layer_embedding.shape(model.num_layers))
         rows = look_up(graph, PER_LAYER_EMBEDDING.removesuffix(".weight"), tables, input_ids)
         context = replace(context, per_layer=PerLayerInputs(graph, rows, x, weights, model))
+    mixer_input = None
+    for spec in options.hidden_tensors(model):
+        if spec.name == HIDDEN_INPUTS:
+            states = step_rows(graph, graph.input(spec.name, spec.dtype, spec.shape), input_ids)
+            x, mixer_input = head_inputs(graph, x, states, weights, model)
+    residuals = [x]
     for layer in range(model.num_layers):
-        x = decoder_layer(graph, x, weights, context, layer)
-    _add_head(graph, x, last_token_ids, weights, model, table, names)
+        residuals.append(decoder_layer(graph, residuals[-1], weights, context, layer, mixer_input if layer == 0 else None))
+    normed = None
+    if options.hidden_layers is not None:
+        normed = head.final_norm(graph, residuals[-1], weights, model) if options.hidden_layers == "final_norm" else None
+        add_hidden_states(graph, residuals, normed, options.hidden_layers, weights)
+    _add_head(graph, residuals[-1], last_token_ids, weights, model, table, names, normed=normed, draft_tokens=draft_tokens)
     return configs
 
 
@@ -134,14 +150,29 @@ def _last_token_ids(graph: Graph, model: ModelConfig, names: TensorNames, option
     return graph.input(spec.name, spec.dtype, spec.shape)
 
 
-def _add_head(graph: Graph, x: Any, last_token_ids: Any, weights: Weights, model: ModelConfig, table: Any, names: TensorNames) -> None:
-    """Add the logits of each token that ``last_token_ids`` selects."""
-    if last_token_ids.shape[1] == 1:
-        found = head.logits(graph, head.last_token(graph, x, last_token_ids), weights, model, table)
+def _add_head(
+    graph: Graph,
+    x: Any,
+    last_token_ids: Any,
+    weights: Weights,
+    model: ModelConfig,
+    table: Any,
+    names: TensorNames,
+    *,
+    normed: Any = None,
+    draft_tokens: npt.NDArray[np.int64] | None = None,
+) -> None:
+    """Add the logits of each token that ``last_token_ids`` selects. ``normed``: ``x`` after the final norm, if it is known."""
+    is_single = last_token_ids.shape[1] == 1
+    select = head.last_token if is_single else head.chosen_tokens
+    if normed is None:
+        normed = head.final_norm(graph, select(graph, x, last_token_ids), weights, model)
     else:
-        chosen = head.chosen_tokens(graph, x, last_token_ids)
-        found = head.by_slot(graph, head.logits(graph, chosen, weights, model, table), last_token_ids, model)
-    graph.output(found, names.logits)
+        normed = select(graph, normed, last_token_ids)
+    found = head.logits(graph, normed, weights, model, table)
+    if draft_tokens is not None:
+        found = head.spread(graph, found, draft_tokens, model)
+    graph.output(found if is_single else head.by_slot(graph, found, last_token_ids, model), names.logits)
 
 
 def _plugin_lowering(

@@ -18,13 +18,13 @@ from trt_kvcache.model import AttentionConfig, MlpConfig
 from trt_kvcache.model.recurrent_config import Mamba2Config, RecurrentConfig, ShortConvConfig
 
 
-def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, index: int) -> Any:
-    """Apply one decoder layer to the hidden state ``[B, s, hidden]``."""
+def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, index: int, mixer_input: Any = None) -> Any:
+    """Apply one decoder layer to the hidden state ``[B, s, hidden]``. ``mixer_input``: in place of the norm of it."""
     module, layer = f"model.layers.{index}", context.model.layers[index]
     own = LayerWeights(weights, context.model, index, context.updates)
     normed, network = None, graph.network
     if layer.mixer is not None:
-        normed = optional_norm(graph, x, own, "input_norm", layer.input_norm)
+        normed = optional_norm(graph, x, own, "input_norm", layer.input_norm) if mixer_input is None else mixer_input
         if layer.parallel_mixer is not None:  # before attention, at which a segment may end
             changed = _recurrence(graph, normed, own, context, index, layer.parallel_mixer)
             changed = multiplied(graph, f"{module}/scale_parallel_mixer", changed, layer.parallel_mixer_multiplier)

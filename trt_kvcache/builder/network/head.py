@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.norm import norm
@@ -43,14 +44,26 @@ def by_slot(graph: Graph, rows: Any, last_token_ids: Any, model: ModelConfig) ->
     return graph.result(layer)
 
 
-def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: Any) -> Any:
-    """Apply the final norm and the LM head to ``[B, hidden]``; the logits are cast to float32, then divided and soft-capped."""
+def final_norm(graph: Graph, x: Any, weights: Weights, model: ModelConfig) -> Any:
+    """Apply the final norm to ``[..., hidden]``."""
     bias = final_norm_bias_name(model)
     stored = NormWeights(weights(final_norm_name(model)), None if bias is None else weights(bias))
-    normed = norm(graph, x, "model.norm", stored, model.final_norm)
+    return norm(graph, x, "model.norm", stored, model.final_norm)
+
+
+def logits(graph: Graph, normed: Any, weights: Weights, model: ModelConfig, table: Any) -> Any:
+    """Apply the LM head to ``[B, hidden]``, after the final norm; the logits are cast to float32, then divided and soft-capped."""
     if model.tie_word_embeddings:
         product = matmul_transposed(graph, "lm_head/matmul", normed, table)
     else:
         product = projection(graph, HEAD.removesuffix(".weight"), normed, weights.matrix(HEAD))
     found = graph.cast("lm_head/to_float32", product, "float32")
     return softcapped(graph, "logits", multiplied(graph, "logits/scale", found, 1 / model.logits_divisor), model.final_softcap)
+
+
+def spread(graph: Graph, logits: Any, draft_tokens: npt.NDArray[np.int64], model: ModelConfig) -> Any:
+    """Return the logits ``[n, vocab]`` of all token ids: those of ``draft_tokens``, of ``logits`` ``[n, draft vocab]``, the others -inf."""
+    rows, added = np.zeros(model.vocab_size, np.int32), np.full((1, model.vocab_size), -np.inf, np.float32)
+    rows[draft_tokens], added[0, draft_tokens] = np.arange(len(draft_tokens)), 0
+    found = graph.op("logits/of_tokens", "gather", logits, graph.constant("logits/rows", rows), 1)
+    return graph.elementwise("logits/spread", found, "SUM", graph.constant("logits/impossible", added))
