@@ -10,6 +10,8 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
+from trt_kvcache.memory.cuda_driver import find_gpu
+
 _PACKAGES = (
     "numpy",
     "ml_dtypes",
@@ -92,6 +94,9 @@ def commit_of(checkout):
 
 
 def _gpu():
+    reason = find_gpu()
+    if reason is not None:
+        sys.exit(f"no GPU: {reason}")
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader"]
     try:
         line = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()[0]

@@ -162,7 +162,11 @@ def _moves(content: dict[str, Any], device: str = "host") -> Iterator[tuple[str,
         f"{limits['length_ratio']:g}",
     )
     for what in ("save", "load"):
-        yield f"{what} of a snapshot / the slower of SHA-256 and disk", f"{content['snapshots'][f'{what}_of_slower']:.2f}", ""
+        yield (
+            f"{what} of a snapshot: its speed / that of the slower of SHA-256 and disk",
+            f"{content['snapshots'][f'{what}_of_slower']:.2f}",
+            "",
+        )
     times = content["host_time"]
     for what, label in (("commit_scalar_us", "commit of a number"), ("commit_values_us", "commit per slot"), ("reset_us", "reset")):
         yield f"{label}, host time, B = {times['batch_size']}", f"{times[what]:.1f} us", f"{limits['host_us']:g} us"
@@ -277,7 +281,7 @@ def _plugin_layers(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in content["rows"]:
         plans = "1 plan" if row["plans"] == 1 else f"{row['plans']} plans"
         beside = (row["plan_nbytes"] + row["constants_nbytes"] - row["weights_nbytes"]) / _MIB
-        sizes = f"{plans} of {row['plan_nbytes'] / _MIB:.0f} MiB, with constants {beside:+.0f} MiB beside the weights"
+        sizes = f"{plans}, {row['plan_nbytes'] / _MIB:.0f} MiB in all; plans and constants minus weights: {beside:.0f} MiB"
         time = f"peak {row['peak_nbytes'] / _MIB:.0f} MiB, {row['seconds']:.0f} s"
         yield f"build with TensorRT for RTX, {row['build']}{_load(content)}", f"{sizes}; {time}", ""
 
@@ -406,7 +410,7 @@ def _server_attacks(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         f"{content['grammars']['limits']['beside_slow']}",
     )
     row = content["fairness"]["rows"][0]
-    what = f"requests of a client with {row['requests']} that end before another's one"
+    what = f"of {row['requests']} requests of one client: ended before the only request of another one"
     yield what, f"{row['ended_before']}", f"{content['fairness']['limits']['ended_before']}"
 
 
@@ -493,7 +497,7 @@ def _steps(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
                     widths = ", ".join(str(row["width"]) for row in found)
                     yield f"{name}, batch {batch}{past}: `{call}` of {widths} tokens", _milliseconds(found, "call_ms"), ""
                     yield (
-                        "the same: time of the GPU; the first call; the second, which captures",
+                        "the same enqueue back to back, so the time of the GPU; the first call; the second, which captures",
                         "; ".join(_milliseconds(found, times) for times in ("engine_ms", "first_ms", "second_ms")),
                         "",
                     )
@@ -594,7 +598,7 @@ def _serving_load(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             peer = row["transformers"]
             speed = f"{peer['tokens_per_second']:.0f}; {server['tokens_per_second'] / peer['tokens_per_second']:.2f}"
             latencies = [f"{peer[name]['median']:.1f} and {peer[name]['p99']:.1f} ms" for name in ("ttft_ms", "itl_ms")]
-            what = "continuous batching of transformers in its process: tokens per second; times as many by the server"
+            what = "continuous batching of transformers in its process: tokens per second; those of the server / these"
             yield f"{at}: {what}; TTFT and ITL of transformers", f"{speed}; {latencies[0]}; {latencies[1]}", ""
 
 
@@ -602,8 +606,12 @@ def _opening(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in content["rows"]:
         start, first = row["start"], row["first_start"]
         limit = f"copy of the file: {row['limit_seconds']:.2f} s" if "limit_seconds" in row else ""
-        at = f"{row['model']}, {row['format']}: from the start of Python to the model; to a first token; the same with kernels to compile"
-        yield at, f"{start['opened']:.1f}; {start['first_token']:.1f}; {first['first_token']:.1f} s", limit
+        what = "from the start of Python to the model; to a first token; to a first token with kernels to compile"
+        yield (
+            f"{row['model']}, {row['format']}: {what}",
+            f"{start['opened']:.1f}; {start['first_token']:.1f}; {first['first_token']:.1f} s",
+            limit,
+        )
 
 
 _FILES = {

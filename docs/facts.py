@@ -38,7 +38,8 @@ _MAX_PACKAGES = 8
 
 #: Facts by name. A page has them as ``<!-- fact: name -->...<!-- end of fact -->``.
 FACTS = {
-    "status": "TensorRT engines: built and checked layer by layer, not yet run on a GPU. PyTorch engine: measured on an H100 and an H200.",
+    "status": "TensorRT engines: built, and their networks computed in NumPy; not yet run on a GPU. "
+    "PyTorch engine: measured on an H100 and an H200.",
     "runs": "the engine computes all models of the family that are not refused; tests compare small random ones with transformers",
     "no engine": "None has run on a GPU so far.",
     "rtx capabilities": "8.0, 8.6, 8.9, 12.0 and newer; 7.5 if the build names it",

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 from numpydoc.docscrape import FunctionDoc
 
+from tests.golden.weights import VISION
 from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import fake_module
 from tests.helpers.models import SMALL, changed_model, model_of, with_layers, with_mixer
@@ -69,6 +70,9 @@ def full_tensorrt(version: str) -> TensorRT:
         ({"adapters_rank": 8, "adapters_modules": (3,)}, 'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got (3,).'),
         ({"adapters_modules": "q_proj"}, "adapters_modules: expected adapters_rank with it, got q_proj alone."),
         ({"adapters_rank": 8, "adapter": "lora"}, "adapters_rank: expected none with adapter, which is merged, got 8."),
+        ({"max_embeddings": -1}, "max_embeddings: expected an integer from 0 to 2147483647, got -1."),
+        ({"max_embeddings": 2.5}, "max_embeddings: expected an integer, got 2.5."),
+        ({"max_embeddings": None}, "max_embeddings: expected an integer, got None."),
         ({"compute_capabilities": ("8.6", "8.6")}, "compute_capabilities: expected each one once, got 8.6, 8.6."),
     ],
 )
@@ -110,6 +114,26 @@ def test_inputs_for_adapters_are_of_the_model() -> None:
     with raises(ConfigError, "adapters_rank", expected="plugin_layers=one-plan", got="segments"):
         resolve(wide, adapters_rank=9, attention="plugin", plugin_layers="segments")
     assert resolve(wide, adapters_rank=9, attention="native", plugin_layers="segments").adapter_inputs is not None
+
+
+def test_rows_are_refused_where_a_model_needs_more_for_them() -> None:
+    assert resolve().embedding_tensors(MODEL) == ()
+    [spec] = resolve(max_embeddings=3, dtype="float32").embedding_tensors(MODEL)
+    assert (spec.shape, spec.dtype) == ((3, MODEL.hidden_size), "float32")
+    for name, needed in (("gemma3", "attention both ways inside an image"), ("qwen2_5_vl", "positions of three axes")):
+        with raises(ConfigError, "max_embeddings", expected=f"0 for {name}, which needs {needed}", got="3"):
+            resolve(Checkpoint.read_config(VISION / name), max_embeddings=3)
+    with raises(ConfigError, "max_embeddings", expected="0 for gemma4_text, which needs per-layer embeddings", got="3"):
+        resolve(model_of("gemma4-ple"), max_embeddings=3)
+    most = (2**31 - 1) // MODEL.hidden_size
+    assert resolve(max_embeddings=most).max_embeddings == most
+    with raises(ConfigError, "max_embeddings", expected=f"at most {most}", got=str(most + 1)):
+        resolve(max_embeddings=most + 1)
+    wide = with_mixer(MODEL, head_dim=64)
+    operations = {"attention": "plugin", "operations": {"embedding": "embedding"}}
+    assert resolve(wide, **operations).max_embeddings == 0
+    with raises(ConfigError, "operations", expected="none in place of embedding with max_embeddings", got="embedding"):
+        resolve(wide, **operations, max_embeddings=3)
 
 
 def test_keywords_are_the_fields() -> None:

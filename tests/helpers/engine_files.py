@@ -48,7 +48,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
         "computed_dtype": None if quantized is None else dtype,
     }
     if segmented and changes.get("segments", True):
-        steps = decoder_stages(model, cache, DEFAULT_NAMES, **logits)
+        steps = decoder_stages(model, cache, DEFAULT_NAMES, **logits, max_embeddings=changes.get("max_embeddings", 0))
         plans = segment_plans(cuts_of(steps))
         record = FileRecord.of(define_constants(checkpoint, cache, dtype=dtype))
         values["segments"] = SegmentsRecord(stages=steps, plans=tuple(map(len, plans)), constants=record)

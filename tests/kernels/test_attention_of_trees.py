@@ -35,7 +35,12 @@ def test_trees(memory, stream, name, variant, monkeypatch):
     check(case, memory, stream)
 
 
-@pytest.mark.parametrize(("name", "kv_dtype", "scales"), over_quantized(TREE_CASES))
+# Two pairs of each case: one of them, another one for each of four cases, and the other in slow tests.
+_FAST = {(name, *QUANTIZED[(0, 1, 3, 2)[number % 4]]) for number, name in enumerate(TREE_CASES)}
+_OVER_QUANTIZED = [case if case in _FAST else pytest.param(*case, marks=pytest.mark.slow) for case in over_quantized(TREE_CASES)]
+
+
+@pytest.mark.parametrize(("name", "kv_dtype", "scales"), _OVER_QUANTIZED)
 def test_trees_over_a_quantized_cache(memory, stream, name, kv_dtype, scales, monkeypatch):
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
     check(quantized(TREE_CASES[name], kv_dtype, scales), memory, stream)

@@ -13,6 +13,9 @@ from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, STORED_TYPES
 EACH_KIND = ("sm_87", "sm_90", "sm_120")
 OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_110", "sm_121")
 
+#: Parts of all variants, which compile side by side.
+PARTS = 12
+
 
 def names_by_file(arch):
     """Return a variant of each source, and of attention one with quantized K and V too: others for other architectures."""
@@ -46,11 +49,16 @@ def test_each_source_for_one_architecture(arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("all_variants", [False, True])
 @pytest.mark.parametrize("arch", [*EACH_KIND, *OTHERS])
-def test_every_source_for_every_architecture(arch, all_variants):
-    names = sources.source_names() if all_variants else [name for of_file in names_by_file(arch).values() for name in of_file]
-    assert_compiles(names, arch)
+def test_every_source_for_every_architecture(arch):
+    assert_compiles([name for of_file in names_by_file(arch).values() for name in of_file], arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("arch", EACH_KIND)
+def test_every_variant(arch, part):
+    assert_compiles(sources.source_names()[part::PARTS], arch)
 
 
 @pytest.mark.slow

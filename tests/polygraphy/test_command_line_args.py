@@ -94,7 +94,7 @@ def test_every_option_reaches_its_runner() -> None:
     assert "    SessionRunner(kvcache_load_session_1, name='kvcache-reference', live_rows=False, tokens_only=True)," in script
 
 
-@pytest.mark.parametrize("model", [MODEL, SHIPPED], ids=["float32", "float16"])
+@pytest.mark.parametrize("model", [MODEL, pytest.param(SHIPPED, marks=pytest.mark.slow)], ids=["float32", "float16"])
 def test_default_inputs_are_decoded_in_every_iteration(model: Path) -> None:
     runners = ["--kvcache-session", "--kvcache-recompute"]
     text = _passes(model, *runners, *CPU, "--iterations", "3", "--kvcache-max-prefill-length", "7")
@@ -115,6 +115,7 @@ def test_what_the_command_line_says_about_inputs_and_tolerances_holds() -> None:
     assert "tolerances.py" not in _passes(SHIPPED, *options, *SHAPES)
 
 
+@pytest.mark.slow
 def test_rows_of_one_token_decode_nothing_and_say_so() -> None:
     text = _passes(MODEL, "--kvcache-session", "--kvcache-recompute", *CPU, "--input-shapes", "input_ids:[2,1]")
     assert "[W] each iteration compares 2 tokens in 2 slots: prompts of 1, 1 tokens, then 0 decode steps: nothing is decoded." in text

@@ -32,23 +32,28 @@ def run(environment: dict[str, str], *words: object, text: str = "") -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import fcntl",
-        "import resource",
-        "import pwd",
-        "import os; os.fork()",
-        "import os; os.symlink('a', 'b')",
-        "import signal; signal.SIGKILL",
-        "import signal; signal.SIGHUP",
-        "import signal; signal.pthread_sigmask",
-    ],
-)
-def test_posix_is_hidden(environment: dict[str, str], statement: str) -> None:
-    done = subprocess.run([sys.executable, "-c", statement], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(("ModuleNotFoundError", "ImportError", "AttributeError"))
+HIDDEN = [
+    "import fcntl",
+    "import resource",
+    "import pwd",
+    "import os; os.fork()",
+    "import os; os.symlink('a', 'b')",
+    "import signal; signal.SIGKILL",
+    "import signal; signal.SIGHUP",
+    "import signal; signal.pthread_sigmask",
+]
+RUN_EACH = f"""
+for statement in {HIDDEN}:
+    try:
+        exec(statement)
+    except (ImportError, AttributeError):
+        print(statement)
+"""
+
+
+def test_posix_is_hidden(environment: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", RUN_EACH], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == HIDDEN
 
 
 def test_generate(environment: dict[str, str]) -> None:

@@ -87,6 +87,7 @@ def test_an_equal_model_has_the_longest_path_accepted_every_time(
     assert session.statistics.accepted_tokens == depths > 0
     assert max(map(len, watched.trees)) == tokens - 1
     assert any(not tree.is_chain for tree in watched.trees)
+    assert session.statistics.mean_acceptance_length == 1 + depths / len(watched.trees)
     if tokens > 15:
         assert session.statistics.decode_steps == chains.statistics.decode_steps
 

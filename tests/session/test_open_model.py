@@ -17,6 +17,7 @@ from tests.helpers.adapters import Q_PROJ, SHAPES, write_adapter
 from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model
+from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.builder.options import BuildOptions
@@ -25,7 +26,7 @@ from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.errors import BindingError, BuildError, CheckpointError, ConfigError, CudaError, EngineError, KVCacheError
+from trt_kvcache.errors import BindingError, BuildError, CapacityError, CheckpointError, ConfigError, CudaError, EngineError, KVCacheError
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import ReferenceEngine
 from trt_kvcache.session import open_model as opening
@@ -117,6 +118,14 @@ class TestEngineFolder:
             assert isinstance(session.engine, ReferenceEngine)
             assert (session.vocab_size, session.tokenizer) == (37, None)
             assert np.isfinite(session.prefill([list(range(30)), [1]])).all()
+
+    def test_the_reference_engine_has_at_least_the_rows_of_the_folder(self, model, tmp_path):
+        path = make_engine_folder(model, tmp_path / "rows", max_embeddings=3).path
+        for given, expected in ((0, 3), (2, 3), (4, 4)):
+            with InferenceSession.open(path, engine="reference", max_embeddings=given) as session:
+                assert len(session.add_embeddings(np.eye(4, session.model.hidden_size)[:expected])) == expected
+                with raises(CapacityError, "embeddings", expected=str(expected)):
+                    session.add_embeddings(np.ones((1, session.model.hidden_size)))
 
     def test_an_engine_folder_gives_the_logits_of_its_model(self, folder, model):
         with (
@@ -315,6 +324,41 @@ class TestModel:
         for given in (folders, None):
             InferenceSession.open(path, engine=engine, adapters=given).close()
         assert [one and one.names for one in gpu.adapters[1:]] == [("a", "b"), None]
+
+    def test_a_table_in_host_memory_leaves_tensorrt_out(self, gpu, monkeypatch):
+        asked = []
+        monkeypatch.setattr(opening, "build_engine", lambda *_, **__: asked.append("build"))
+        options = {"max_sequence_length": 16, "per_layer_table": "host"}
+        InferenceSession.from_model(GOLDEN / "gemma4-ple", **options).close()
+        assert (asked, gpu.opened) == ([], [])
+        with raises(ConfigError, "per_layer_table", expected="device with engine='tensorrt'", got="host"):
+            InferenceSession.from_model(GOLDEN / "gemma4-ple", engine="tensorrt", **options)
+
+    @pytest.mark.parametrize("engine", ["auto", "tensorrt"])
+    def test_an_engine_is_built_with_room_for_rows(self, model, gpu, monkeypatch, tmp_path, engine):
+        """With too little room in an engine folder, ``auto`` runs another engine."""
+        asked = {}
+
+        def build(path, target, *, progress, **options):
+            asked.update(vars(BuildOptions.of(options)))
+            return SimpleNamespace(path=make_engine_folder(path, target, max_embeddings=options["max_embeddings"]).path)
+
+        monkeypatch.setattr(opening, "build_engine", build)
+        sizes = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
+        InferenceSession.from_model(model, engine=engine, **sizes, max_embeddings=7).close()
+        assert asked["max_embeddings"] == 7
+        path = make_engine_folder(model, tmp_path / "engine", max_embeddings=5).path
+        for given in (0, 4, 5):
+            InferenceSession.open(path, engine=engine, max_embeddings=given).close()
+        if engine == "tensorrt":
+            with raises(EngineError, "max_embeddings", expected="at most 5", got="6", says="Build it with max_embeddings."):
+                InferenceSession.open(path, engine=engine, max_embeddings=6)
+        else:
+            with pytest.warns(EngineFallbackWarning, match="max_embeddings: expected at most 5"):
+                session = InferenceSession.open(path, engine=engine, max_embeddings=6)
+            with session:
+                assert len(session.add_embeddings(np.eye(6, session.model.hidden_size))) == 6
+        assert len(gpu.opened) == 4
 
     @pytest.mark.parametrize(
         ("given", "logits"),

@@ -45,8 +45,12 @@ def logits_of(session, adapters):
     return np.stack([*found, session.append([[8, 9, 10], [7], [5, 6]])])
 
 
+#: Formats of weights that take adapters as "act-order" does.
+SLOW_KINDS = ("int4", "act-order of each matrix", "Q4_K")
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["16 bits", "int4", "act-order", "act-order of each matrix", "Q4_K"])
+@pytest.mark.parametrize("kind", ["16 bits", "act-order", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])
 @pytest.mark.parametrize(("max_rows", "steps"), [(64, 5), (5, 3)])
 def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, monkeypatch, kind, max_rows, steps):  # noqa: F811
     """Steps of more rows than the kernels of adapters take run by torch: here the first chunk of the prompts and the second turns."""

@@ -75,6 +75,7 @@ class BuildKeywords(TypedDict, total=False):
     adapter: str | os.PathLike[str] | None
     adapters_rank: int | None
     adapters_modules: Sequence[str] | None
+    max_embeddings: int
     draft_tree: int | None
     kv_dtype: str | None
     kv_scales: str | None
@@ -112,7 +113,7 @@ class BuildOptions:
         If left out, True for TensorRT 10.13 and 10.14, which may corrupt it otherwise: see ``docs/jetson.md``.
     operations : mapping of str to str, optional
         With plugin attention, names of registered operations in place of those of this package, such as ``{"attention": "windowed"}``:
-        see ``docs/operations.md``. ``"attention"`` and ``"embedding"`` can be replaced.
+        see ``docs/operations.md``. ``"attention"``, ``"embedding"`` and ``"experts"`` can be replaced.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     device : int
@@ -139,6 +140,9 @@ class BuildOptions:
     adapters_modules : sequence of str, optional
         With ``adapters_rank``, the linear layers that adapters may change, by the ends of their names, such as ``("q_proj", "v_proj")``.
         If left out, all of attention, recurrent mixers and MLPs.
+    max_embeddings : int
+        Make an input for rows that prompts of a session may have in place of rows of the embedding, such as the features of an image: most
+        different rows of a session, for ``InferenceSession.add_embeddings``. 0 for none: see ``docs/models.md``.
     draft_tree : int, optional
         Make an input for trees of draft tokens, with which ``verify`` takes ``parents``: most tokens of a tree, from 2 to 64, of which one
         enqueue returns all logits (``max_logits_per_slot`` is at least this). With plugin attention in one plan, and not with a plugin
@@ -184,6 +188,7 @@ class BuildOptions:
     adapter: str | os.PathLike[str] | None = None
     adapters_rank: int | None = None
     adapters_modules: Sequence[str] | None = None
+    max_embeddings: int = 0
     draft_tree: int | None = None
     kv_dtype: str | None = None
     kv_scales: str | None = None
@@ -215,6 +220,7 @@ class BuildOptions:
         self._normalize("adapters_rank", partial(int_in_range, "adapters_rank", low=1, high=MAX_DIMENSION - 7, error=ConfigError))
         self._normalize("adapters_modules", _as_modules)
         self._check_adapters()
+        object.__setattr__(self, "max_embeddings", int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError))
         self._normalize("draft_tree", partial(int_in_range, "draft_tree", low=2, high=MAX_TREE_TOKENS, error=ConfigError))
         self._check_draft_tree()
 

@@ -40,10 +40,11 @@ class TorchMemory:
     model: ModelConfig
     packed: Mapping[str, float]
     adapters: AdapterInputs | None = None  # ranks of the adapters next to the weights
+    on_host: frozenset[str] = frozenset()  # names of tables in host memory
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, adapters_rank: int | None = None) -> TorchMemory:
-        """Read a checkpoint; no weights are read."""
+    def of(cls, checkpoint: Checkpoint, *, adapters_rank: int | None = None, has_host_table: bool = False) -> TorchMemory:
+        """Read a checkpoint; no weights are read. ``has_host_table``: the table of per-layer embeddings is in host memory."""
         title = checkpoint.weights.format
         is_mxfp4, is_nvfp4 = _MXFP4 in title.upper(), _NVFP4 in title.upper() and _FACTORS not in title
         kinds = checkpoint.value_kinds & (_PACKED_KINDS | ({"e2m1"} if is_mxfp4 or is_nvfp4 else set()))
@@ -53,7 +54,8 @@ class TorchMemory:
         has_rows = checkpoint.config.per_layer_embedding is not None and table_blocks(checkpoint, PER_LAYER_EMBEDDING) is not None
         packed = _matrices(checkpoint.config) & names | ({PER_LAYER_EMBEDDING} if has_rows else set())
         adapters = None if adapters_rank is None else AdapterInputs.of(checkpoint.config, rank=padded_rank(adapters_rank))
-        return cls(checkpoint.config, {name: checkpoint.nbytes_of(name) for name in packed}, adapters)
+        on_host = frozenset({PER_LAYER_EMBEDDING} if has_host_table else ())
+        return cls(checkpoint.config, {name: checkpoint.nbytes_of(name) for name in packed}, adapters, on_host)
 
     def rounded(self, quantize: str) -> TorchMemory:
         """Return the same model with weights rounded to ``quantize``."""
@@ -63,12 +65,13 @@ class TorchMemory:
         return replace(self, packed=sizes)
 
     def weights_nbytes(self, dtype: str) -> int:
-        """Return the bytes of all weights; those of routers are float32. In float32 nothing stays packed."""
+        """Return the bytes of all weights on the GPU; those of routers are float32. In float32 nothing stays packed."""
         exact, packed = exact_tensors(self.model), self.packed if dtype in ELEMENT_TYPES else {}
         return round(
             sum(
                 packed[name] * (1 + _PADDING) if name in packed else math.prod(shape) * itemsize("float32" if name in exact else dtype)
                 for name, shape in tensor_shapes(self.model).items()
+                if name not in self.on_host
             )
         )
 

@@ -1,4 +1,4 @@
-"""``RecurrentStates``: the recurrent and conv states of all recurrent layers, in one buffer of each kind, or in two."""
+"""``RecurrentStates``: the recurrent and conv states of all recurrent layers, in one buffer of each kind, or two of each."""
 
 from collections.abc import Sequence
 from enum import Enum

@@ -127,6 +127,12 @@ class BuildFlags:
             help="With --adapters-rank: a linear layer that adapters may change, such as q_proj. Can be given several times. Default: all.",
         ),
     ] = None
+    max_embeddings: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="ROWS", help="Make an input for rows in place of rows of the embedding, such as the features of an image."
+        ),
+    ] = 0
     draft_tree: Annotated[
         int | None,
         typer.Option(
@@ -200,12 +206,14 @@ def print_build_sizes(estimate: BuildEstimate) -> None:
     rows = table("what", "bytes", "size", numbers=("bytes", "size"), title="Before the build (estimate)")
     constants = {"constants": estimate.constants_nbytes} if estimate.constants_nbytes else {}
     adapters = {"adapters": estimate.adapters_nbytes} if estimate.adapters_nbytes else {}
+    rows_of_prompts = {"rows of prompts": estimate.embeddings_nbytes} if estimate.embeddings_nbytes else {}
     sizes = {
         "weights": estimate.weights_nbytes,
         "plan: weights and kernels": estimate.plan_nbytes,
         **constants,
         "cache": estimate.cache_nbytes,
         **adapters,
+        **rows_of_prompts,
         "activations and logits": estimate.activations_nbytes,
         "GPU, in all": estimate.device_nbytes,
         "disk": estimate.disk_nbytes,

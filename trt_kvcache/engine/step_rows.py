@@ -25,16 +25,16 @@ class ReducedLayers:
         return None if own is None else cls(own.layers_of(num_layers), head.hidden_size)
 
 
-#: Hidden states that an engine returns with the logits: the output of the final norm, or the residual stream before each of some layers, by
-#: index, side by side or reduced. The number of layers stands for the end of the residual stream.
+#: Hidden states that an engine returns with the logits: the output of the final norm (of an assistant, its projection), or the residual
+#: stream before each of some layers, by index, side by side or reduced. The number of layers stands for the end of the residual stream.
 HiddenLayers = Literal["final_norm"] | tuple[int, ...] | ReducedLayers
 
 
-def rows_width(hidden_layers: HiddenLayers | None, hidden_size: int) -> int:
+def rows_width(hidden_layers: HiddenLayers | None, model: ModelConfig) -> int:
     """Return the elements of the hidden states that an engine returns of a token; 0 for none."""
     if isinstance(hidden_layers, ReducedLayers):
         return hidden_layers.width
-    return hidden_size * (1 if hidden_layers == "final_norm" else len(hidden_layers or ()))
+    return model.state_size if hidden_layers == "final_norm" else model.hidden_size * len(hidden_layers or ())
 
 
 class StepRows:

@@ -48,6 +48,7 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
             plugin_library=None if library is None else _record(FileRecord, "plugin_library", library),
             v_outputs=tuple(map(tensor_from_dict, v_outputs)),
             adapters=_adapters(data.get("adapters")),  # nor inputs for adapters
+            max_embeddings=_typed("max_embeddings", data.get("max_embeddings", 0), int, low=0),  # nor for rows
             draft_tree=_draft_tree(data.get("draft_tree")),  # or for trees
             package_version=_typed("producer.version", data["producer"]["version"], str),
         )

@@ -16,7 +16,6 @@ from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.config import EngineFolderConfig
-from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.segments import can_replace
@@ -65,6 +64,8 @@ def check_consistency(config: EngineFolderConfig) -> None:
     _check_segments(config)
     _check_v_outputs(config)
     _check_adapters(config)
+    if config.max_embeddings and config.model.per_layer_embedding is not None:
+        raise EngineError(f"max_embeddings: expected 0 for a model with per-layer embeddings, got {config.max_embeddings}.")
     _check_draft_tree(config)
 
 
@@ -124,7 +125,7 @@ def _check_segments(config: EngineFolderConfig) -> None:
         return
     if (config.attention_variant, config.tensorrt_flavour) != ("plugin", "tensorrt_rtx"):
         raise EngineError(f"segments: expected none of {config.tensorrt_flavour} and {config.attention_variant} attention, got some.")
-    stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot, dtype=config.dtype)
+    stages = config.stages_of_model()
     if len(stages) != len(config.segments.stages):
         raise EngineError(f"segments.steps: expected {len(stages)} for this model and kv_cache, got {len(config.segments.stages)}.")
     for index, (wanted, got) in enumerate(zip(stages, config.segments.stages, strict=True)):

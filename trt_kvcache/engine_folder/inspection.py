@@ -10,12 +10,13 @@ from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.step_ancestors import tree_inputs
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
-from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.memory.shapes import MAX_DIMENSION, dense_nbytes
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import INK, Plot, draw, paint_sizes, size_text
 
@@ -66,6 +67,8 @@ class EngineInspection:
         Further outputs, which nobody reads: V of each plugin layer, of an engine that was built with ``v_outputs``.
     adapters : AdapterInputs or None
         For an engine that was built with ``adapters_rank``: the ranks of all adapters, and the linear layers that they may change.
+    max_embeddings : int
+        Rows in place of rows of the embedding for which the engine has an input; 0 for an engine without.
     draft_tree : int or None
         For an engine that was built with ``draft_tree``: most tokens of a tree of draft tokens.
     """
@@ -89,6 +92,7 @@ class EngineInspection:
     plugin_library: FileRecord | None
     v_outputs: tuple[TensorSpec, ...]
     adapters: AdapterInputs | None
+    max_embeddings: int
     draft_tree: int | None
 
     @property
@@ -107,6 +111,16 @@ class EngineInspection:
     def adapters_nbytes(self) -> int:
         """Bytes of the inputs for adapters; 0 without them."""
         return 0 if self.adapters is None else self.adapters.nbytes(self.model, self.dtype)
+
+    @property
+    def embedding_tensors(self) -> tuple[TensorSpec, ...]:
+        """The input for rows in place of rows of the embedding, which is not among ``tensors``; none of an engine without."""
+        return embedding_tensors(self.model, self.max_embeddings, self.dtype)
+
+    @property
+    def embeddings_nbytes(self) -> int:
+        """Bytes of the rows in place of rows of the embedding; 0 without them."""
+        return sum(dense_nbytes(spec.shape, spec.dtype) for spec in self.embedding_tensors)
 
     @property
     def v_outputs_nbytes(self) -> int:
@@ -138,6 +152,8 @@ class EngineInspection:
             sizes["V outputs"] = self.v_outputs_nbytes
         if self.adapters is not None:
             sizes["adapters"] = self.adapters_nbytes
+        if self.max_embeddings:
+            sizes["rows of prompts"] = self.embeddings_nbytes
         if self.cache.kv is not None:
             sizes["K and V"] = self.memory.nbytes - self.memory.states_nbytes
         if self.memory.states_nbytes:
@@ -237,5 +253,6 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         plugin_library=config.plugin_library,
         v_outputs=config.v_outputs,
         adapters=config.adapters,
+        max_embeddings=config.max_embeddings,
         draft_tree=config.draft_tree,
     )

@@ -1,7 +1,7 @@
 """Places of packed weights in memory, as ``plugins/linear/packed_values.cuh`` reads them.
 
 A fragment has 16 outputs and 64 inputs, in 512 bytes with 4 bits a value and 1024 with 8; the fragments of 16 outputs are contiguous.
-A lane has 16 bytes of a fragment. With 8 bits a value, a lane has 16 bytes for each half of the inputs. Lane ``4g + t`` has outputs g and
+With 4 bits a lane has 16 bytes of a fragment, with 8 bits 16 bytes for each half of the inputs. Lane ``4g + t`` has outputs g and
 g + 8, and of each half the inputs ``8t`` to ``8t + 7``. Scales and zero points are ``[tiles of 16 outputs, groups, g, 2]``: of outputs g
 and g + 8. If the values are ``e4m3`` and the outputs of each tile share their scales, the scales are ``[tiles, groups, 1, 2]``, where the
 last dimension has the same scale twice. Padding is zeros.

@@ -1,10 +1,10 @@
 """Places of weights in super-blocks (Q4_K, Q5_K, Q6_K) in memory, as ``plugins/linear/super_block_values.cuh`` reads them.
 
 Fragments, lanes and the four lowest bits of values are stored as for int4 in ``packed_layout.py``. After these 512 bytes, a fragment has
-the high bits of its values, in ``high_bits`` words of 32 bits for each lane (Q4_K 0, Q5_K 1, Q6_K 2). In row ``g + 8i`` a lane has 8 inputs
-of each ``half`` (0 or 1) of the fragment; of these 8, inputs ``2k`` and ``2k + 1`` are a pair. With
-``n = high_bits * (4 * (2i + half) + k)``, word ``n // 16`` has the bits of the even input from bit ``n % 16`` on, and those of the odd
-input from bit ``n % 16 + 16`` on.
+the high bits of its values, in ``high_bits`` words of 32 bits for each lane (Q4_K 0, Q5_K 1, Q6_K 2). In row ``g + 8i`` (i = 0, 1) a lane
+has 8 inputs of each ``half`` (0 or 1) of the fragment; of these 8, inputs ``2k`` and ``2k + 1`` (k = 0 to 3) are a pair. With ``n =
+high_bits * (4 * (2i + half) + k)``, word ``n // 16`` has the bits of the even input from bit ``n % 16`` on, and those of the odd input from
+bit ``n % 16 + 16`` on.
 
 A fragment has 8 bytes of scales for each g: for each half two bytes for row g, then two for row g + 8. Factors are
 ``[tiles, super-blocks, g, 2 rows, factors]``.

@@ -9,8 +9,8 @@ A layer without a mixer, or without an MLP, has only the other line. In a parall
 
     x = x + m * n_mixer_output(mixer(n_input(x))) + m * n_mlp_output(mlp(n_input(x)))
 
-A layer may have a second mixer with the same input. The second mixer has a factor of its own (``p``). So has the MLP, in place of the
-``m`` in its line::
+A layer may have a second mixer with the same input. In such a layer the second mixer has a factor of its own (``p``), and so has the MLP,
+in place of the ``m`` in its line::
 
     x = x + p * parallel_mixer(n_input(x)) + m * n_mixer_output(mixer(n_input(x)))
 """

@@ -1,10 +1,11 @@
-"""Draft heads by the value of ``draft=``: the hidden states that the engine of the large model returns for them."""
+"""For the draft head or assistant that ``draft=`` names: the hidden states that the large model's engine returns."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.assistant_files import is_assistant_folder
 from trt_kvcache.checkpoint.eagle3_files import is_draft_head_folder
 from trt_kvcache.engine.step_rows import HiddenLayers, ReducedLayers
 from trt_kvcache.errors import ConfigError
@@ -21,9 +22,24 @@ def draft_head_folder(draft: str | None) -> Path | None:
     return place if is_draft_head_folder(place) else None
 
 
+def assistant_folder(draft: str | None) -> Path | None:
+    """Return the folder of an assistant, which ``draft=`` names; None for other drafts."""
+    if draft in (None, NGRAM, MTP):
+        return None
+    place = locate_model(draft)
+    return place if is_assistant_folder(place) else None
+
+
 def hidden_layers_for(draft: str | None, model: ModelConfig) -> HiddenLayers | None:
     """Return the hidden states of a model that its drafter reads, after checking that the head fits the model. Raises ConfigError."""
     if draft == MTP:
+        return "final_norm"
+    folder = assistant_folder(draft)
+    if folder is not None:
+        assistant = Checkpoint.read_assistant_config(folder)
+        assert assistant.assistant_input is not None
+        _check_sizes(draft, "an assistant", model, assistant.assistant_input.state_size, assistant.vocab_size)
+        assistant.assistant_input.kv_places(model.kv_layers)
         return "final_norm"
     folder = draft_head_folder(draft)
     if folder is None:
@@ -31,10 +47,14 @@ def hidden_layers_for(draft: str | None, model: ModelConfig) -> HiddenLayers | N
     head = Checkpoint.read_eagle3_config(folder)
     own = head.eagle3_input
     assert own is not None
+    _check_sizes(draft, "an EAGLE-3 head", model, own.state_size, head.vocab_size)
+    return ReducedLayers.of_head(head, model.num_layers)
+
+
+def _check_sizes(draft: str | None, what: str, model: ModelConfig, state_size: int, vocab_size: int) -> None:
     for name, expected, given in (
-        ("hidden size", model.hidden_size, own.state_size),
-        ("vocabulary of", model.vocab_size, head.vocab_size),
+        ("hidden size", model.hidden_size, state_size),
+        ("vocabulary of", model.vocab_size, vocab_size),
     ):
         if given != expected:
-            raise ConfigError(f"draft: {draft}: expected an EAGLE-3 head for the {name} {expected} of the model, got one for {given}.")
-    return ReducedLayers.of_head(head, model.num_layers)
+            raise ConfigError(f"draft: {draft}: expected {what} for the {name} {expected} of the model, got one for {given}.")

@@ -15,11 +15,19 @@ from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH
 from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.session.draft_heads import draft_head_folder
+from trt_kvcache.session.assistant_drafter import AssistantDrafter
+from trt_kvcache.session.draft_heads import assistant_folder, draft_head_folder
 from trt_kvcache.session.head_drafter import HeadDrafter
 from trt_kvcache.session.model_drafter import ModelDrafter
 from trt_kvcache.session.model_location import expanded, locate_model
-from trt_kvcache.session.open_model import EngineFallbackWarning, SessionParts, open_draft_head, open_engine_folder, open_model
+from trt_kvcache.session.open_model import (
+    EngineFallbackWarning,
+    SessionParts,
+    open_assistant,
+    open_draft_head,
+    open_engine_folder,
+    open_model,
+)
 from trt_kvcache.session.session_options import MTP, NGRAM, SessionOptions
 
 
@@ -35,9 +43,11 @@ def with_draft(
         undo.callback(parts.close)
         if options.draft_tree is not None:
             _check_takes_trees("model", parts)
-        head = draft_head_folder(options.draft)
+        assistant, head = assistant_folder(options.draft), draft_head_folder(options.draft)
         if options.draft == MTP:
             drafter: ModelDrafter = _mtp_drafter(folder, parts, options)
+        elif assistant is not None:
+            drafter = _assistant_drafter(options.draft, assistant, parts, options)
         elif head is not None:
             drafter = _eagle3_drafter(options.draft, head, parts, options)
         else:
@@ -72,6 +82,17 @@ def _eagle3_drafter(draft: str, folder: Path, parts: SessionParts, options: Sess
         head = open_draft_head(checkpoint, parts, options, hidden_layers=(model.num_layers,))
         undo.callback(head.close)
         drafter = HeadDrafter(head, vocab_size=parts.model.vocab_size, tree_tokens=_tree_tokens(options))
+        undo.pop_all()
+    return drafter
+
+
+def _assistant_drafter(draft: str, folder: Path, parts: SessionParts, options: SessionOptions) -> AssistantDrafter:
+    if options.draft_tree is not None:
+        raise ConfigError(f"draft_tree: expected none with the assistant {draft}, which proposes chains, got {options.draft_tree}.")
+    with Checkpoint.open_assistant(folder) as checkpoint, ExitStack() as undo:
+        assistant = open_assistant(checkpoint, parts)
+        undo.callback(assistant.close)
+        drafter = AssistantDrafter(assistant, vocab_size=parts.model.vocab_size)
         undo.pop_all()
     return drafter
 

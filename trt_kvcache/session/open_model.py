@@ -18,6 +18,7 @@ from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREF
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.edge_llm import make_cache
+from trt_kvcache.cache.shared_rows import SharedRows, shared_config
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
@@ -42,7 +43,7 @@ from trt_kvcache.model.features import check_features
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
-from trt_kvcache.session.draft_heads import draft_head_folder, hidden_layers_for
+from trt_kvcache.session.draft_heads import assistant_folder, draft_head_folder, hidden_layers_for
 from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.session_options import DEFAULT_ATTENTION, MTP, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
@@ -99,8 +100,8 @@ def open_engine_folder(
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
-    if options.draft == MTP or draft_head_folder(options.draft) is not None:
-        head = "'mtp'" if options.draft == MTP else "an EAGLE-3 head"
+    if options.draft == MTP or assistant_folder(options.draft) is not None or draft_head_folder(options.draft) is not None:
+        head = "'mtp'" if options.draft == MTP else "an EAGLE-3 head" if assistant_folder(options.draft) is None else "an assistant"
         raise ConfigError(
             f"draft: expected a model folder for {head}, got the engine folder {path}. InferenceSession.from_model opens one."
         )
@@ -112,6 +113,7 @@ def open_engine_folder(
         )
     folder = EngineFolder.open(place)
     config = folder.config
+    _check_per_layer_table(config.model, options)
     if options.adapters and config.checkpoint.adapter:
         names = ", ".join(options.adapters)
         raise ConfigError(f"adapters: expected none with {path}, which was built with a merged adapter, got {names}.")
@@ -139,6 +141,7 @@ def open_engine_folder(
             attention=cast(Attention, config.attention_variant),
             names=config.names,
             adapters=adapters,
+            max_embeddings=max(options.max_embeddings, config.max_embeddings),
             progress=_bytes_progress(progress, LOADING),
         )
         weights = checkpoint.weights
@@ -154,6 +157,7 @@ def open_model(
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
     with Checkpoint.open(place, quantize=options.quantize, adapter=options.adapter) as checkpoint:
         model = checkpoint.config
+        _check_per_layer_table(model, options)
         hidden_layers = hidden_layers_for(options.draft, model)
         if hidden_layers is not None and options.engine == "tensorrt":
             raise ConfigError(f"draft: expected no head with engine='tensorrt', got {options.draft}. NumPy and PyTorch run it.")
@@ -185,6 +189,7 @@ def open_model(
             attention=attention,
             hidden_layers=hidden_layers,
             adapters=adapters,
+            max_embeddings=options.max_embeddings,
             progress=_bytes_progress(progress, LOADING),
         )
         fingerprint = partial(_fingerprint, checkpoint.path, options)
@@ -237,7 +242,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.max_embeddings:
+    if options.per_layer_table == "host":
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -269,10 +274,15 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if it was requested or PyTorch cannot run the model."""
-    embeddings = options.max_embeddings
     if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
-        return ReferenceEngine(checkpoint, memory=HostMemory(), max_embeddings=embeddings, **arguments)
-    return _torch_engine().open(checkpoint, memory=_torch_memory(options), max_embeddings=embeddings, **arguments)
+        return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
+    return _torch_engine().open(checkpoint, memory=_torch_memory(options), has_host_table=options.per_layer_table == "host", **arguments)
+
+
+def _check_per_layer_table(model: ModelConfig, options: SessionOptions) -> None:
+    """Refuse to place a table that a model does not have."""
+    if options.per_layer_table == "host" and model.per_layer_embedding is None:
+        raise ConfigError(f"per_layer_table: expected device for a model without per-layer embeddings, got host for {model.family}.")
 
 
 def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: SessionOptions, *, hidden_layers: HiddenLayers) -> SessionParts:
@@ -299,6 +309,21 @@ def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: Sessio
         cache = make_cache(kv, memory=head.memory)
         undo.pop_all()
     return replace(parts, engine=head, cache=cache, names=DEFAULT_NAMES, model=model, on_close=None)
+
+
+def open_assistant(checkpoint: Checkpoint, parts: SessionParts) -> SessionParts:
+    """Open an assistant of the model of a session over K and V of its cache, in an engine of the same class. The caller closes both."""
+    engine, model = parts.engine, checkpoint.config
+    assert isinstance(engine, DecoderEngine)  # no other engine opens with hidden states
+    assert model.assistant_input is not None
+    layers = model.assistant_input.kv_places(parts.model.kv_layers)
+    kv = shared_config(parts.cache, layers)
+    with ExitStack() as undo:
+        assistant = engine.open_draft_head(checkpoint, kv=kv, max_prefill_length=1, hidden_layers="final_norm")
+        undo.callback(assistant.close)
+        cache = SharedRows(parts.cache, layers)
+        undo.pop_all()
+    return replace(parts, engine=assistant, cache=cache, names=DEFAULT_NAMES, model=model, on_close=None)
 
 
 def _torch_memory(options: SessionOptions) -> Memory:
@@ -346,6 +371,11 @@ def _adapters(model: ModelConfig, options: SessionOptions) -> AdapterSet | None:
 def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOptions, adapters: AdapterSet | None) -> SessionParts:
     """Open the engine of a folder on TensorRT."""
     config = folder.config
+    if options.max_embeddings > config.max_embeddings:
+        raise EngineError(
+            f"max_embeddings: expected at most {config.max_embeddings}, for which {folder.path} was built, got {options.max_embeddings}. "
+            "Build it with max_embeddings."
+        )
     running: Engine
     if config.segments is None:
         running = TensorRTEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs, adapters=adapters)

@@ -1,4 +1,4 @@
-"""``AdapterUpdates``: products with A and B of LoRA adapters, which are inputs of the network; each slot takes the ranks of its own."""
+"""``AdapterUpdates``: products with A and B of LoRA adapters, which are inputs of the network; each slot takes the ranks of its adapter."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm from elementary layers: TensorRT's normalisation layer always subtracts the mean."""
+"""RMSNorm and LayerNorm from the same elementary layers: TensorRT's normalisation layer always subtracts the mean."""
 
 from typing import Any
 

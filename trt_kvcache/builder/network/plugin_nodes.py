@@ -1,22 +1,25 @@
-"""The plugin layers of a decoder: attention over the combined cache, and operations that users registered in place of ours."""
+"""The plugin layers of a decoder: attention over the combined cache, experts, and operations that users registered in place of ours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trt_kvcache.builder.network.expert_weights import ExpertWeights
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.plugin_layers import PluginLayers, plugin_layers
+from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
 from trt_kvcache.engine.decoder_tensors import cache_indices, kv_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import AttentionConfig, ModelConfig
+from trt_kvcache.model import AttentionConfig, ModelConfig, RoutedMlpConfig
 from trt_kvcache.ops.attention_attributes import QUANTIZED_ATTRIBUTE_TYPES
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
 from trt_kvcache.ops.embedding_op import EmbeddingOp
+from trt_kvcache.ops.experts_op import ExpertsOp
 from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.plugin.operation_fields import OPERATION_FIELD_TYPES, OperationFields
 from trt_kvcache.trt.plugin.operation_plugin import OPERATION_PLUGIN_NAME, OPERATION_PLUGIN_VERSION, as_plugin_input
@@ -39,11 +42,13 @@ class DecoderPluginLayers:
 
     attention: Mapping[int, AttentionPluginNode]  # by index of the layer
     embedding: PluginNode | None  # a registered operation in place of TensorRT's lookup
+    experts: Mapping[int, tuple[PluginNode, ExpertWeights]]  # by index of the layer
     layers: PluginLayers
 
 
 def decoder_plugin_layers(
     graph: Graph,
+    weights: Weights,
     model: ModelConfig,
     names: TensorNames,
     cache: DecoderCacheConfig,
@@ -62,8 +67,26 @@ def decoder_plugin_layers(
     table = TensorType((model.vocab_size, model.hidden_size), graph.dtype), TensorType((-1, -1), "int32")
     registered = operations.get(EmbeddingOp.name)
     embedding = None if registered is None else _operation_node("model.embed_tokens", EmbeddingOp(), registered, table)
-    nodes = [*(node.layer for node in attention.values()), *([] if embedding is None else [embedding])]
-    return DecoderPluginLayers(attention=attention, embedding=embedding, layers=plugin_layers(graph, nodes)) if nodes else None
+    experts = {
+        layer: _experts_node(model, layer, config.mlp, weights, graph.dtype, operations)
+        for layer, config in enumerate(model.layers)
+        if isinstance(config.mlp, RoutedMlpConfig)
+    }
+    nodes = [node.layer for node in attention.values()] + [node for node, _ in experts.values()]
+    nodes += [] if embedding is None else [embedding]
+    if not nodes:
+        return None
+    return DecoderPluginLayers(attention=attention, embedding=embedding, experts=experts, layers=plugin_layers(graph, nodes))
+
+
+def _experts_node(
+    model: ModelConfig, layer: int, config: RoutedMlpConfig, weights: Weights, dtype: str, operations: Mapping[str, str]
+) -> tuple[PluginNode, ExpertWeights]:
+    """Return the plugin layer of the experts of a layer, and their weights."""
+    stored = ExpertWeights.of(config, LayerWeights(weights, model, layer), dtype)
+    inputs = tuple(stored.input_types(model.hidden_size, dtype).values())
+    registered = operations.get(ExpertsOp.name, ExpertsOp.name)
+    return _operation_node(f"model.layers.{layer}.mlp/experts", stored.op, registered, inputs, stored.op.attributes), stored
 
 
 def _attention_node(
@@ -76,12 +99,17 @@ def _attention_node(
     registered: str | None,
     trees: Sequence[TensorSpec],
 ) -> AttentionPluginNode:
-    """Return the plugin layer of a layer with the K and V of an index: of our plugin, or of a registered operation."""
+    """Return the plugin layer of a layer with the K and V of an index: of our plugin, or of a registered operation.
+
+    Our plugin has no input for attention sinks, so with them our operation is a layer of ``CustomOperation``.
+    """
     mixer, kv, length = model.layers[layer].attention, cache.kv, cache.max_sequence_length
     assert kv is not None
     past, present = kv_tensors(kv, names, index)
     attributes: dict[str, Any] = attention_op_attributes(mixer, max_sequence_length=length)
     op, name = AttentionOp(**attributes), f"model.layers.{layer}.self_attn/attend"
+    if mixer.sinks and registered is None:
+        registered = AttentionOp.name
     inputs = _attention_inputs(mixer, past, trees, dtype=dtype, max_sequence_length=length)
     node = (
         _kernel_node(name, op, kv, inputs, 1 + len(present), takes_trees=bool(trees))
@@ -94,13 +122,14 @@ def _attention_node(
 def _attention_inputs(
     mixer: AttentionConfig, past: Sequence[TensorSpec], trees: Sequence[TensorSpec], *, dtype: str, max_sequence_length: int
 ) -> tuple[TensorType, ...]:
-    """Return the inputs of attention in order: q, k, v, the cache, lengths, ancestors, scales, and the angles of RoPE."""
+    """Return the inputs of attention in order: q, k, v, the cache, lengths, ancestors, scales, the angles of RoPE, and sinks."""
     heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
     qkv = [TensorType((-1, -1, count, mixer.head_dim), dtype) for count in heads]
     cache, *scales = [TensorType(spec.shape, spec.dtype) for spec in past]
     ancestors = [TensorType(spec.shape, spec.dtype) for spec in trees]
     angles = [TensorType((max_sequence_length, 2, mixer.rotary_dim // 2), "float32")] if mixer.after_norms.rope is not None else []
-    return (*qkv, cache, TensorType((-1,), "int32"), *ancestors, *scales, *angles)
+    sinks = [TensorType((mixer.num_heads,), "float32")] if mixer.sinks else []
+    return (*qkv, cache, TensorType((-1,), "int32"), *ancestors, *scales, *angles, *sinks)
 
 
 def _kernel_node(

@@ -139,6 +139,7 @@ def _updates(name: str, adapter: LoraAdapter, model: ModelConfig) -> dict[str, L
             got = f"rank {len(update.right)} of {module}"
         if got is not None:
             raise CheckpointError(
-                f"{label}: expected updates of rank {MAX_RANK} or less, of linear layers of attention and of MLPs, got {got}. {_MERGE}"
+                f"{label}: expected updates of rank {MAX_RANK} or less, of linear layers of attention, recurrent mixers and MLPs, "
+                f"got {got}. {_MERGE}"
             )
     return {weight: adapter.updates[stored.removesuffix(".weight")] for weight, stored in changed_weights(adapter, model).items()}
