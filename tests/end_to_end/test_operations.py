@@ -29,6 +29,15 @@ def attention_inputs(width, rotary_dim=D):
     return [*heads, normal(B, 2, H, S, D), np.array([0, 5, S - width], np.int32), cos_sin]
 
 
+def tree_inputs():
+    """Four tokens of a tree, or of a chain, in a table of more slots; and attention sinks."""
+    *inputs, cos_sin = attention_inputs(4)
+    table = np.full((B + 2, 64, 2), -1, np.int32)
+    masks = np.array([[0b1, 0b11, 0b101, 0b1011], [0b1, 0b11, 0b111, 0b1111], [0b1, 0b11, 0b101, 0b1001]], np.int64)
+    table.reshape(-1)[: 2 * masks.size] = masks.view(np.int32).ravel()
+    return [*inputs, table, cos_sin, normal(H * GROUP, dtype=np.float32)]
+
+
 def embedding_inputs(dtype, hidden):
     ids = np.array([[0, 36, 4, 4, -1], [37, 2**31 - 1, 9, 1, 2]], np.int32)
     return [normal(37, hidden, dtype=dtype), ids]
@@ -46,6 +55,7 @@ PARTLY, UNTURNED = (AttentionOp(num_heads=H * GROUP, num_kv_heads=H, head_dim=D,
         (ATTENTION, attention_inputs(4)),
         (PARTLY, attention_inputs(4, 32)),
         (UNTURNED, attention_inputs(1)[:5]),
+        (AttentionOp(num_heads=H * GROUP, num_kv_heads=H, head_dim=D, sinks=1, trees=1), tree_inputs()),
         (EmbeddingOp(), embedding_inputs(np.float16, 40)),
         (EmbeddingOp(), embedding_inputs(ml_dtypes.bfloat16, 3)),
         (EmbeddingOp(), embedding_inputs(np.float32, 1032)),

@@ -89,6 +89,32 @@ def test_sinks_join_the_softmax(rotary_dim: int) -> None:
         run_on_host(op, *arrays)
 
 
+def test_trees_attend_to_their_ancestors() -> None:
+    """Tokens 1, 2 and 3 follow token 0. A table of all bits is of chains, and a step of one token needs none."""
+    arrays, op = inputs(4, D), AttentionOp(**HEADS, trees=1)
+    q, k, v, cache, lengths, angles = arrays
+    slots, chains = len(lengths), np.full((len(lengths) + 1, 64, 2), -1, np.int32)
+    table = chains.copy()
+    masks = np.array([0b1, 0b11, 0b101, 0b1001] * slots, np.int64).view(np.int32)
+    table.reshape(-1)[: len(masks)] = masks
+    out, _ = run_on_host(op, q, k, v, cache, lengths, table, angles)
+    for token in range(1, 4):
+        path = [0, token]
+        alone, _ = run_on_host(AttentionOp(**HEADS), q[:, path], k[:, path], v[:, path], cache, lengths, angles)
+        assert_close(out[:, path], alone)
+    for width in (1, 4):
+        rows = q[:, :width], k[:, :width], v[:, :width], cache, lengths
+        for found, wanted in zip(run_on_host(op, *rows, chains, angles), run_on_host(AttentionOp(**HEADS), *rows, angles), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    assert op.attributes["trees"] == 1
+    with pytest.raises(ShapeError, match=r"^attention: expected inputs of shapes"):
+        run_on_host(op, q, k, v, cache, lengths, table[:, :63], angles)
+    with pytest.raises(ShapeError, match=rf"^ancestors: expected {slots} slots or more, got {slots - 1}\."):
+        run_on_host(op, q, k, v, cache, lengths, table[: slots - 1], angles)
+    with pytest.raises(DTypeError, match="int32 lengths and ancestors"):
+        run_on_host(op, q, k, v, cache, lengths, table.astype(np.float32), angles)
+
+
 def test_attributes_are_what_the_operation_was_created_with() -> None:
     op = AttentionOp(**HEADS, scale=0.5, window=3, softcap=2.0, rotary_dim=2)
     assert op.attributes == {**HEADS, "scale": 0.5, "window": 3, "softcap": 2.0, "rotary_dim": 2}

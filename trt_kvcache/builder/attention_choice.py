@@ -32,6 +32,8 @@ TURING = "7.5"
 #: The widest heads of TensorRT's own attention.
 HEAD_DIM_MAX = 256
 
+_ONLY_PLUGIN_TAKES_TREES = "no other variant takes trees of draft tokens"
+
 #: Tokens of a slot beyond which the decode kernel of TensorRT for RTX, which reads all rows of the cache, is worth a line.
 LONG_CACHE = 4096
 
@@ -261,7 +263,7 @@ RULES = (
         tensorrt="both",
         condition="trees of draft tokens (`--draft-tree`)",
         order=("plugin",),
-        reason="no other variant takes trees of draft tokens",
+        reason=_ONLY_PLUGIN_TAKES_TREES,
         applies=lambda build: build.takes_trees,
     ),
     Rule(
@@ -309,7 +311,9 @@ def choose_attention(named: str, build: AttentionBuild) -> AttentionChoice:
     obstacles = {variant: why_not(variant, build) for variant in rule.order}
     possible = tuple(variant for variant, why in obstacles.items() if why is None)
     refused = "; ".join(f"{variant}: {why}" for variant, why in obstacles.items() if why is not None)
-    chosen_by = f"kv_dtype={build.kv_dtype}" if build.kv_dtype is not None else "draft_tree" if build.takes_trees else None
+    chosen_by = (
+        f"kv_dtype={build.kv_dtype}" if build.kv_dtype is not None else "draft_tree" if rule.reason == _ONLY_PLUGIN_TAKES_TREES else None
+    )
     if not possible and chosen_by is not None:
         raise ConfigError(f"{obstacles['plugin']}. {chosen_by} chose plugin attention: {rule.reason}.")
     if not possible:

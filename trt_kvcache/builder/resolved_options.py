@@ -163,7 +163,7 @@ class ResolvedOptions(BuildOptions):
                 raise ConfigError(
                     f"plugin_library: expected a model without {what}, got {model.family}: their plugin layers run in Python. Leave it out."
                 )
-        _check_draft_tree(options, model, choice.variant, width)
+        _check_draft_tree(options, choice.variant, width)
         if options.draft_head is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
             raise ConfigError(f"draft_head: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
         replaced = (options.operations or {}).get(EmbeddingOp.name)
@@ -309,7 +309,7 @@ def _check_embeddings(options: BuildOptions, model: ModelConfig, replaced: str |
         )
 
 
-def _check_draft_tree(options: BuildOptions, model: ModelConfig, variant: AttentionName, width: int) -> None:
+def _check_draft_tree(options: BuildOptions, variant: AttentionName, width: int) -> None:
     """Check that a build can have an input for trees, if the caller wants it."""
     if options.draft_tree is None:
         return
@@ -317,8 +317,6 @@ def _check_draft_tree(options: BuildOptions, model: ModelConfig, variant: Attent
         raise ConfigError(f"draft_tree: expected plugin attention with it, got {variant}.")
     if options.plugin_layers == SEGMENTS:
         raise ConfigError(f"draft_tree: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
-    if any(mixer.sinks for mixer in model.attention_layers):
-        raise ConfigError(f"draft_tree: expected a model whose engine can take trees, got {model.family} with attention sinks.")
     if options.draft_tree > width:
         raise ConfigError(f"draft_tree: expected at most max_prefill_length={width}, got {options.draft_tree}.")
 

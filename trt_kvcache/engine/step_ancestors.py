@@ -9,6 +9,7 @@ import numpy as np
 
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.protocol import TensorSpec
+from trt_kvcache.errors import ShapeError
 from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -33,6 +34,15 @@ def tree_inputs(model: ModelConfig, slots: int) -> tuple[TensorSpec, ...]:
     mixers = model.attention_layers
     reads_positions = any(mixer.rotates_before_norm or mixer.query_scaling is not None for mixer in mixers)
     return (ancestors, depths) if reads_positions else (ancestors,)
+
+
+def ancestors_of_step(table: DeviceTensor, q: DeviceTensor) -> DeviceTensor | None:
+    """Return the masks int64 ``[B, s]`` of the new tokens ``q`` ``[B, s, ...]`` in the input of an engine; None for too many, or one."""
+    slots, width = q.shape[:2]
+    if slots > len(table):  # not sooner: when TensorRT builds, the most slots are an estimate
+        raise ShapeError(f"{ANCESTORS}: expected {slots} slots or more, got {len(table)}.")
+    takes_trees = 1 < width <= MAX_TREE_TOKENS
+    return DeviceTensor(table.allocation, shape=(slots, width), dtype="int64", offset=table.offset) if takes_trees else None
 
 
 class StepAncestors:

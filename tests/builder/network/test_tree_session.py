@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.assertions import assert_close, raises
-from tests.helpers.models import write_model
+from tests.helpers.models import model_of, write_model
 from tests.helpers.recording import poison
 from tests.helpers.token_trees import path_to, random_parents
 from tests.trt.plugin.on_host import array_at
@@ -44,7 +44,10 @@ def spoil(cache, form):
     poison(cache, 127 if form.startswith("int8") else np.nan)
 
 
-CASES = [(EQUAL, "16 bits"), (MIXED, "16 bits"), (MIXED, "int8 by token"), (EQUAL, "fp8 by head")]
+#: A model whose attention is a layer of our operation.
+SINKS = "attention sinks"
+TREE_MODELS = MODELS | {SINKS: model_of("gpt_oss")}
+CASES = [(EQUAL, "16 bits"), (MIXED, "16 bits"), (MIXED, "int8 by token"), (EQUAL, "fp8 by head"), (SINKS, "int8 by token")]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ CASES = [(EQUAL, "16 bits"), (MIXED, "16 bits"), (MIXED, "int8 by token"), (EQUA
 def test_trees_between_chains(make, model, form):
     """Random trees, whose paths stay, then chains: decode steps, next turns, drafts, and prompts in chunks."""
     random = Random(model + form)
-    with open_sessions(make(model, form, logits=TREE, draft_tree=TREE)) as both:
+    with open_sessions(make(model, form, logits=TREE, draft_tree=TREE, of=TREE_MODELS)) as both:
         for _ in range(2):
             rows = [[random.randrange(3, 37) for _ in range(random.randint(2, TREE))] for _ in PROMPTS]
             parents = [random_parents(random, len(row)) for row in rows]
@@ -183,16 +186,18 @@ def test_a_plan_without_the_input_is_refused(make):
         open_engine(make(EQUAL, "16 bits", logits=TREE), config)
 
 
-@pytest.mark.parametrize("family", ["llama", "hunyuan_v1_dense"])
-def test_an_engine_for_trees_is_built(tmp_path, family):
-    """With TensorRT for RTX: a plan whose profile for drafts takes a tree; of a network without positions, and one with."""
-    model = write_model(tmp_path / "model", head_dim=64, model_type=family)
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {}), ("hunyuan_v1_dense", {}), ("gpt_oss", {"hidden_size": 64, "intermediate_size": 64})]
+)
+def test_an_engine_for_trees_is_built(tmp_path, family, changes):
+    """With TensorRT for RTX: a plan whose profile for drafts takes a tree; a network without positions, one with, and one with sinks."""
+    model = write_model(tmp_path / "model", head_dim=64, model_type=family, **changes)
     sizes = {"max_batch_size": 1, "max_sequence_length": 60, "flavour": "tensorrt_rtx", "compute_capabilities": "8.6"}
     report = build_engine(model, tmp_path / "engine", **sizes, draft_tree=48)
     folder = EngineFolder.open(report.path)
     assert report.warnings == ()
-    assert (len(folder.config.tree_tensors) == 2) is (family != "llama")
+    assert (len(folder.config.tree_tensors) == 2) is (family == "hunyuan_v1_dense")
     assert (folder.config.draft_tree, folder.config.attention_variant) == (48, "plugin")
     assert [profile.max_width for profile in folder.config.profiles] == [60, 1, 48]
     with folder.read_plan() as plan:
-        assert b"KVCacheAttention" in bytes(plan)
+        assert (b"KVCacheAttention" in bytes(plan)) is (family != "gpt_oss")

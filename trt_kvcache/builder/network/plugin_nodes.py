@@ -107,9 +107,9 @@ def _attention_node(
     assert kv is not None
     past, present = kv_tensors(kv, names, index)
     attributes: dict[str, Any] = attention_op_attributes(mixer, max_sequence_length=length)
-    op, name = AttentionOp(**attributes), f"model.layers.{layer}.self_attn/attend"
     if mixer.sinks and registered is None:
-        registered = AttentionOp.name
+        registered, attributes = AttentionOp.name, attributes | ({"trees": 1} if trees else {})
+    op, name = AttentionOp(**attributes), f"model.layers.{layer}.self_attn/attend"
     inputs = _attention_inputs(mixer, past, trees, dtype=dtype, max_sequence_length=length)
     node = (
         _kernel_node(name, op, kv, inputs, 1 + len(present), takes_trees=bool(trees))
