@@ -135,7 +135,7 @@ def open_engine(layers: int, memory: Any, *, cuda_graphs: bool) -> tuple[Segment
     config = SimpleNamespace(
         model=model, cache=cache, names=DEFAULT_NAMES, tensors=tensors, tensorrt_flavour="none", tensorrt_version="",
         profiles=decoder_profiles(max_batch_size=BATCH, max_prefill_length=16), segments=SimpleNamespace(stages=stages, spans=spans),
-        plan=SimpleNamespace(sha256=""), dtype="float16", network_facts=dict,
+        plan=SimpleNamespace(sha256=""), dtype="float16", network_facts=dict, max_embeddings=0,
     )  # fmt: skip
     constants = {spec.name: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for spec in decoder_constants(model, cache)}
     segments = iter([stage for stage in stages if isinstance(stage, Segment)])

@@ -67,6 +67,8 @@ public:
         : config_(folder), runtime_(nvinfer1::createInferRuntime(logger_)) {
         check(config_.in_one_piece, "an engine in segments needs Python: opening " + folder);
         check(!config_.has_adapters, "an engine with inputs for adapters needs Python: opening " + folder);
+        check(!config_.has_rows, "an engine with an input for rows needs Python: opening " + folder);
+        check(!config_.takes_trees, "an engine for trees of draft tokens needs Python: opening " + folder);
         if (!plugins.empty())
             check(runtime_->getPluginRegistry().loadLibrary(plugins.c_str()) != nullptr, "loading " + plugins);
         runtime_->setEngineHostCodeAllowed(config_.carries_its_plugins);

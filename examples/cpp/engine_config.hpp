@@ -99,6 +99,8 @@ struct EngineConfig {
     bool in_one_piece;         // or in segments, between which Python runs operations
     bool carries_its_plugins;  // the engine contains a plugin library
     bool has_adapters;         // the engine has inputs for LoRA adapters
+    bool has_rows;             // the engine has an input for rows in place of rows of the embedding
+    bool takes_trees;          // the engine has an input for trees of draft tokens
 
     explicit EngineConfig(std::string const& folder) {
         std::ifstream file(folder + "/config.json");
@@ -133,6 +135,8 @@ struct EngineConfig {
         in_one_piece = json["segments"].is_null();
         carries_its_plugins = !json["plugin_library"].is_null();
         has_adapters = json.members.count("adapters") && !json["adapters"].is_null();  // not in folders of before
+        has_rows = json.members.count("max_embeddings") && json["max_embeddings"].integer() > 0;  // nor this
+        takes_trees = json.members.count("draft_tree") && !json["draft_tree"].is_null();
     }
 
 private:

@@ -45,6 +45,10 @@ from .cpp import (
 Typed = tuple[tuple[int, ...], int]
 
 _FIELD_TYPES = {2: c_double, 5: c_int32}  # PluginFieldType: kFLOAT64, kINT32
+_CHAR = 6  # kCHAR
+
+#: Value of a field: a number, or the bytes of a text.
+Field = float | bytes
 _LARGEST = 7  # what a free size is at most
 
 
@@ -90,11 +94,23 @@ def dynamic_descriptions(tensors: Sequence[Typed]) -> Any:
     return keep((DynamicPluginTensorDesc * len(tensors))(*[describe(*one) for one in tensors]))
 
 
-def fields(values: dict[str, float]) -> PluginFieldCollection:
-    """Return plugin fields: int32 or float64."""
-    data = {name: keep(c_double(value) if isinstance(value, float) else c_int32(value)) for name, value in values.items()}
-    made = [PluginField(name.encode(), ctypes.addressof(one), 2 if isinstance(one, c_double) else 5, 1) for name, one in data.items()]
+def fields(values: dict[str, Field]) -> PluginFieldCollection:
+    """Return plugin fields: int32, float64 or texts."""
+    made = [_field(name, value) for name, value in values.items()]
     return keep(PluginFieldCollection(len(made), keep((PluginField * len(made))(*made))))  # type: ignore[no-any-return]
+
+
+def _field(name: str, value: Field) -> PluginField:
+    if isinstance(value, bytes):
+        return PluginField(name.encode(), ctypes.addressof(keep(ctypes.create_string_buffer(value, len(value)))), _CHAR, len(value))
+    data = keep(c_double(value) if isinstance(value, float) else c_int32(value))
+    return PluginField(name.encode(), ctypes.addressof(data), 2 if isinstance(value, float) else 5, 1)
+
+
+def _value(field: PluginField) -> Field:
+    if field.type == _CHAR:
+        return ctypes.string_at(field.data, field.length)
+    return _FIELD_TYPES[field.type].from_address(field.data).value  # type: ignore[no-any-return]
 
 
 class Creator:
@@ -143,7 +159,7 @@ class Plugin:
 
     def output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
         given, out = expressions(shapes), (DimsExprs * self.num_outputs())()
-        builder = keep(_ExprBuilder({}))
+        builder = keep(_ExprBuilder({"constant": (1, 2)}))
         shape_inputs = keep((DimsExprs * 1)())
         failed = call(
             self.build, 6, c_int32, given, c_int32(len(shapes)), shape_inputs, c_int32(0), out, c_int32(len(out)), c_void_p(builder.address)
@@ -165,17 +181,17 @@ class Plugin:
         ins, outs = dynamic_descriptions(tensors[:num_inputs]), dynamic_descriptions(tensors[num_inputs:])
         return int(call(self.build, 9, c_size_t, ins, c_int32(len(ins)), outs, c_int32(len(outs))))
 
-    def serialized(self) -> dict[str, float] | None:
+    def serialized(self) -> dict[str, Field] | None:
         """Return the fields that an engine stores, as TensorRT asks for them: from a thread that Python knows nothing of."""
         return in_a_thread(self._serialized)
 
-    def _serialized(self) -> dict[str, float] | None:
+    def _serialized(self) -> dict[str, Field] | None:
         found = call(self.runtime, 8, c_void_p)
         if not found:
             return None
         collection = PluginFieldCollection.from_address(found)
         each = [collection.fields[index] for index in range(collection.count)]
-        return {one.name.decode(): _FIELD_TYPES[one.type].from_address(one.data).value for one in each}
+        return {one.name.decode(): _value(one) for one in each}
 
     def attach(self) -> "Plugin":
         """Return the plugin of an execution context."""
@@ -195,7 +211,11 @@ class Plugin:
 
 
 class _ExprBuilder(CppObject):
-    """``IExprBuilder``; the plugin does not use it."""
+    """``IExprBuilder``, of which plugins take constants alone."""
+
+    @function(c_void_p, c_int64)
+    def constant(self, value: int) -> int:
+        return keep(Size(value)).address  # type: ignore[no-any-return]
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:

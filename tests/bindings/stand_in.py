@@ -15,7 +15,7 @@ from typing import Any
 from .cpp import CppObject, Dims, call, function, keep, object_at, take_over
 from .network import BF16, FLOAT, HALF, INT32, INT64, Network, Places, Shape
 from .places import find_places
-from .plugin_calls import Creator, Plugin, Typed, fields, in_a_thread
+from .plugin_calls import Creator, Field, Plugin, Typed, fields, in_a_thread
 
 _INPUT, _OUTPUT, _DEVICE, _BUILD, _RUNTIME = 1, 2, 0, 0, 1
 _CONTEXT_MEMORY = 4096
@@ -30,7 +30,7 @@ class PluginLayer:
     """A plugin in an engine: key and fields are what an engine file has of it."""
 
     key: tuple[bytes, ...]
-    fields: dict[str, float]
+    fields: dict[str, Field]
     inputs: list[str | None]
     outputs: list[str | None]
     tensors: list[Typed]

@@ -37,7 +37,8 @@ from trt_kvcache.errors import BindingError, BuildError, ConfigError, EngineErro
 from trt_kvcache.ops.int32_packing import packed_as_int32
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plan_inspection import inspect_plan
-from trt_kvcache.trt.plugin import creator as creator_module, plugin as plugin_module
+from trt_kvcache.trt.plugin import creator as creator_module, operation_plugin, plugin as plugin_module
+from trt_kvcache.trt.plugin.operation_enqueue import OperationEnqueue
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
@@ -99,7 +100,8 @@ def is_built(full: TensorRT, name: str) -> bool:
 
 def recorded_tensors(full: TensorRT, config: EngineFolderConfig) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return shape and type, by name, of all that ``config.json`` says a network has."""
-    specs = (*map(packed_as_int32, config.tensors), *config.adapter_tensors, *config.hidden_tensors, *config.v_outputs)
+    inputs = (*config.adapter_tensors, *config.embedding_tensors, *config.tree_tensors)
+    specs = (*map(packed_as_int32, config.tensors), *inputs, *config.hidden_tensors, *config.v_outputs)
     return {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
 
 
@@ -185,6 +187,54 @@ def test_networks_with_packed_weights(stand_in: Any, full: TensorRT, tmp_path: P
     kinds = [layer.values.kind for layer in stand_in.networks[-1].layers]
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         assert kinds.count("dequantize") == len(checkpoint.quantized_names) > 0
+
+
+#: A model whose experts are of whole tiles, so that quantized ones stay packed.
+_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "head_dim": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_experts_are_plugin_layers(
+    stand_in: Any, full: TensorRT, tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, quantize: str | None
+) -> None:
+    """They get rows and weights, and are created again from what the plan stores."""
+    model, runs = write_model(tmp_path / "model", num_hidden_layers=LAYERS, **_EXPERTS), []
+    path = build_engine(model, tmp_path / "engine", **SIZES, quantize=quantize, flavour="tensorrt").path
+    config, network = EngineFolder.open(path).config, stand_in.networks[-1]
+    assert (config.attention_variant, network.tensors()) == ("plugin", recorded_tensors(full, config))
+    plan = [*stand_in.plans.values()][-1]
+    names = [layer.key[0] for layer in plan.plugins]
+    assert (names.count(b"KVCacheAttention"), names.count(b"CustomOperation")) == (LAYERS, LAYERS)
+
+    def record(self: OperationEnqueue, inputs: Any, outputs: Any, workspace: int, stream: int) -> None:
+        runs.append(([tensor.shape for _, tensor in self._inputs], [tensor.shape for _, tensor in self._outputs]))
+
+    record_plugin_runs(monkeypatch)
+    monkeypatch.setattr(OperationEnqueue, "run", record)
+    monkeypatch.setattr(operation_plugin, "current_memory", lambda: memory)
+    with TensorRTEngine.open(path, memory=memory) as engine:
+        bound = make_ready(engine, memory, batch=3, width=5)
+        enqueue(engine)
+        engine.use_profile(1)
+        for name, tensor in bound.items():
+            engine.bind(name, tensor)
+        set_shapes(engine, batch=2)
+        enqueue(engine)
+    shapes = runs
+    packed = [(5 * 64 * 64 // 4,), (5 * 64 * 2 // 4,), (5 * 64 * 64 // 4,), (5 * 64 * 2 // 4,)]  # values, padded to 64 inputs, and scales
+    weights = [(5, 64, 64), (5, 64, 32)] if quantize is None else packed
+    for rows in ((3, 5, 64), (2, 1, 64)):
+        assert shapes.count(([rows, rows, (5, 64), *weights], [rows])) == LAYERS
+    assert len(runs) == 2 * LAYERS
+    del engine
+    gc.collect()
 
 
 #: Golden models with states, one of each kind of layer.
@@ -333,6 +383,47 @@ def test_an_engine_binds_hidden_states_and_so_does_its_draft_head(
             for spec in one.config.hidden_tensors:
                 assert rows[spec.name].table.shape == (33, spec.shape[-1])
                 assert done.addresses[spec.name] == rows[spec.name].table.ptr
+    gc.collect()
+
+
+def test_an_engine_binds_its_rows(
+    stand_in: Any, full: TensorRT, model: Path, variant: str, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record_plugin_runs(monkeypatch)
+    options: dict[str, Any] = {**SIZES, "attention": variant, "flavour": "tensorrt", "max_embeddings": 5}
+    folder = EngineFolder.open(build_engine(model, tmp_path / "engine", **options).path)
+    config, network = folder.config, stand_in.networks[-1]
+    assert network.tensors() == recorded_tensors(full, config)
+    assert len({layer.name for layer in network.layers}) == len(network.layers)
+    assert all(stand_in.configs[-1].profiles[0]["embedding_rows"][place] == (5, 40) for place in range(3))
+    with TensorRTEngine.open(folder, memory=memory) as engine:
+        assert dict(engine.tensors) == {spec.name: spec for spec in config.tensors}
+        assert engine.embeddings is not None
+        make_ready(engine, memory, batch=3, width=5)
+        enqueue(engine)
+        assert stand_in.enqueues[-1].addresses["embedding_rows"] == engine.embeddings.table.ptr
+    gc.collect()
+
+
+def test_an_engine_binds_its_trees(
+    stand_in: Any, full: TensorRT, model: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every plugin layer reads them, of version 3."""
+    runs = record_plugin_runs(monkeypatch)
+    folder = EngineFolder.open(build_engine(model, tmp_path / "engine", **SIZES, flavour="tensorrt", draft_tree=4).path)
+    config, network = folder.config, stand_in.networks[-1]
+    assert network.tensors() == recorded_tensors(full, config)
+    assert [layer.key[1] for layer in [*stand_in.plans.values()][-1].plugins] == [b"3"] * LAYERS
+    assert all(profile["ancestors"][place] == (3, 64, 2) for profile in stand_in.configs[-1].profiles for place in range(3))
+    with TensorRTEngine.open(folder, memory=memory) as engine:
+        assert dict(engine.tensors) == {spec.name: spec for spec in config.tensors}
+        make_ready(engine, memory, batch=3, width=3)
+        assert engine.ancestors is not None
+        engine.ancestors.write([[-1, 0, 0], [-1], []], 3, stream=memory.create_stream())
+        enqueue(engine)
+        assert stand_in.enqueues[-1].addresses["ancestors"] == engine.ancestors.address
+        assert [inputs[5] for _, inputs, _ in runs] == [engine.ancestors.address] * LAYERS
+        assert engine.ancestors.of_step(3, 3).numpy().tolist() == [[1, 3, 5], [1, 2, 4], [1, 2, 4]]
     gc.collect()
 
 

@@ -20,7 +20,7 @@ from tests.trt.plugin.on_host import run_plugins_on_host
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import ConfigError, ShapeError
 from trt_kvcache.kernels import attend
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, QUANTIZED_ATTRIBUTE_TYPES
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_FIELD_VALUES, QUANTIZED_ATTRIBUTE_TYPES
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin import plugin as plugin_module, register
 
@@ -66,11 +66,19 @@ def quantized(kv_dtype: int, kv_scales: int, scales: tuple[int, ...], aliases: l
     return Form("2", {**ATTRIBUTES, "kv_dtype": kv_dtype, "kv_scales": kv_scales}, shapes, kinds, aliases)
 
 
+def with_trees(form: Form) -> Form:
+    """With the ancestors of 8 slots after the lengths; scales follow."""
+    shapes = [*form.shapes[:5], (8, 64, 2), *form.shapes[5:]]
+    kinds = [*form.kinds[:5], INT32, *form.kinds[5:]]
+    return Form("3", form.attributes, shapes, kinds, [alias + (alias == 5) for alias in form.aliases])
+
+
 FORMS = {
     "16 bits": Form("1", ATTRIBUTES, SHAPES, KINDS, [-1, 3]),
     "fp8 by head": quantized(1, 1, (2, 2), [-1, 3]),
     "int8 by token": quantized(2, 2, (-1, 2, 2, 32), [-1, 3, 5]),
 }
+FORMS |= {f"trees, {name}": with_trees(FORMS[name]) for name in ("16 bits", "int8 by token")}
 
 
 @pytest.fixture(params=FORMS)
@@ -97,7 +105,7 @@ def test_the_creator_is_registered_with_its_fields(full: TensorRT, creator: Crea
     kinds = full.module.PluginFieldType
     types = ATTRIBUTE_TYPES if form.version == "1" else QUANTIZED_ATTRIBUTE_TYPES
     assert creator.field_names() == {name: int(getattr(kinds, kind)) for name, kind in types.items()}
-    assert set(types) == set(form.attributes)
+    assert set(types) == set(form.attributes) | (set(KV_FIELD_VALUES) if form.version == "3" else set())
     key = [part.decode() for part in form.key]
     assert full.module.get_plugin_registry().get_creator(*key) is register(full)[form.version]
 
@@ -195,10 +203,12 @@ def test_a_step_computes_what_the_twin_does(plugin: Plugin, form: Form, monkeypa
     case = Case(
         lengths=(3, 0, 29), width=3, tokens=30, group=4, scale=given["scale"], window=given["window"], softcap=given["softcap"],
         kv_dtype=kv_dtype, scales={None: "token", 1: "head", 2: "token"}[given.get("kv_scales")],
+        tree="star" if form.version == "3" else None,
     )  # fmt: skip
     arrays = {name: np.ascontiguousarray(array) for name, array in case_inputs(case, 3).items()}
     arrays["cos_sin"] = random.standard_normal((32, 2, 32)).astype(np.float32)
-    order = ["q", "k", "v", "cache", "lengths", *(["kv_scales"] if kv_dtype else []), "cos_sin"]
+    trees = ["ancestors"] if case.tree else []
+    order = ["q", "k", "v", "cache", "lengths", *trees, *(["kv_scales"] if kv_dtype else []), "cos_sin"]
     before = {name: arrays[name].tobytes() for name in order}
     names = [order[max(alias, 0)] for alias in form.aliases]
     results = [arrays[name] if in_place and name != "q" else np.full_like(arrays[name], 77) for name in names]
@@ -209,6 +219,11 @@ def test_a_step_computes_what_the_twin_does(plugin: Plugin, form: Form, monkeypa
     options = {name: given[name] for name in ("scale", "window", "softcap")}
     attend(**expected, workspace=make_workspace(case, memory, stream), **options, stream=stream)
 
+    if case.tree:  # the tokens of the enqueue come first in a table of all slots
+        table = np.full((8, 64), -1, np.int64)
+        table.reshape(-1)[:9] = arrays["ancestors"].ravel()
+        arrays["ancestors"] = table
+        before["ancestors"] = table.tobytes()
     attached = plugin.attach()
     assert attached.on_shape_change(form.now, len(order))
     assert attached.enqueue(form.now, [arrays[name].ctypes.data for name in order], [one.ctypes.data for one in results], 0xA000, 0xB0)

@@ -132,6 +132,8 @@ def test_k_and_v_in_8_bits_are_for_the_plugin(target: BuildTarget) -> None:
     assert (choice.variant, choice.others) == ("plugin", ())
     with pytest.raises(ConfigError, match=r"^head_dim: expected one of 64, .*, got 24\. kv_dtype=int8 chose plugin attention"):
         choose(target, ODD, kv_dtype="int8")
+    with pytest.raises(ConfigError, match=r"^head_dim: expected one of 64, .*, got 24\. draft_tree chose plugin attention: no other"):
+        choose(target, ODD, takes_trees=True)
 
 
 @pytest.mark.parametrize("minor", [0, 1, 2])
@@ -206,6 +208,62 @@ def test_the_widest_heads_are_for_the_plugin(target: BuildTarget) -> None:
         choose(target, wide, named="mask")
     with raises(ConfigError, "attention", got="head_dim: expected at most 256 for native attention, got 512; mask"):
         choose(rtx(), wide, dtype="float32")
+
+
+EXPERTS = {"model_type": "qwen3_moe", "head_dim": 64, "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("target", [rtx(), rtx(compute_capabilities=("8.0", "12.0")), full(10, 3), full(11, 4)], ids=str)
+def test_experts_are_for_the_plugin(target: BuildTarget) -> None:
+    model = ModelConfig.from_dict({**SMALL, **EXPERTS})
+    choice = choose(target, model)
+    assert (choice.variant, choice.others) == ("plugin", ())
+    assert choice.reason.startswith("experts are plugin layers")
+    for named in ("native", "mask"):
+        with raises(ConfigError, "attention", "plugin", f"{named}: " if target.is_rtx else named):
+            choose(target, model, named=named)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"moe_intermediate_size": 36}, {}, "intermediate_size: expected a multiple of 8 with experts, got 36"),
+        ({"head_dim": 24}, {}, "head_dim: expected one of 64"),
+        ({}, {"dtype": "float32"}, "dtype: expected one of float16, bfloat16"),
+    ],
+)
+def test_experts_that_no_plugin_layer_computes(changes: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    model = ModelConfig.from_dict({**SMALL, **EXPERTS, **changes})
+    with raises(ConfigError, "attention", "a variant that tensorrt_rtx can build for this model", message):
+        choose(rtx(), model, **options)
+
+
+@pytest.mark.parametrize("target", [rtx(), full(11, 4)], ids=str)
+def test_attention_sinks_are_for_the_plugin(target: BuildTarget) -> None:
+    model = with_mixer(MODEL, sinks=True)
+    assert choose(target, model).variant == "plugin"
+    with raises(ConfigError, "attention", "plugin", "attention sinks" if target.is_rtx else "mask"):
+        choose(target, model, named="mask")
+    with raises(ConfigError, "plugin_layers", "one-plan for a model with attention sinks", "segments"):
+        ResolvedOptions.of_model(BuildOptions(plugin_layers="segments"), model)
+    with raises(ConfigError, "plugin_library", "without attention sinks", "llama"):
+        ResolvedOptions.of_model(BuildOptions(plugin_library=Path("library")), model)
+
+
+def test_experts_need_compute_capability_8() -> None:
+    """Where the caller computes attention, but not where the caller computes both."""
+    model, turing = ModelConfig.from_dict({**SMALL, **EXPERTS}), rtx(compute_capabilities=("7.5",))
+    with raises(ConfigError, "attention", "a variant", "none: plugin: compute_capabilities: expected 8.0 or more for experts, got 7.5"):
+        choose(turing, model, operations=frozenset({"attention"}))
+    assert choose(turing, model, operations=frozenset({"attention", "experts"})).variant == "plugin"
+
+
+def test_experts_have_neither_segments_nor_a_plugin_library(tmp_path: Path) -> None:
+    model, library = ModelConfig.from_dict({**SMALL, **EXPERTS}), tmp_path / "library"
+    with raises(ConfigError, "plugin_layers", "one-plan for a model with experts (qwen3_moe)", "segments"):
+        ResolvedOptions.of_model(BuildOptions(plugin_layers="segments"), model)
+    with raises(ConfigError, "plugin_library", "a model without experts", "qwen3_moe"):
+        ResolvedOptions.of_model(BuildOptions(plugin_library=library), model)
 
 
 def test_a_small_softcap_is_for_the_mask() -> None:

@@ -126,6 +126,13 @@ def test_the_memory_of_adapters_is_counted(tmp_path: Path) -> None:
     assert adapted.device_nbytes - plain.device_nbytes == adapted.adapters_nbytes
 
 
+def test_the_memory_of_rows_is_counted(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    plain, with_rows = (estimate_build(model, **SIZES, max_embeddings=count) for count in (0, 7))
+    assert (plain.embeddings_nbytes, with_rows.embeddings_nbytes) == (0, 7 * 40 * 2)
+    assert with_rows.device_nbytes - plain.device_nbytes == 7 * 40 * 2
+
+
 def test_the_chosen_attention_is_that_of_a_build() -> None:
     assert estimate_build(GOLDEN / "gemma2", **SIZES) == estimate_build(GOLDEN / "gemma2", **SIZES, attention="mask")
     with raises(ConfigError, "attention", expected="mask", got="native"):

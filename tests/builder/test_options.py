@@ -9,9 +9,10 @@ from typing import Any, get_type_hints
 import pytest
 from numpydoc.docscrape import FunctionDoc
 
+from tests.golden.weights import VISION
 from tests.helpers.assertions import raises
 from tests.helpers.fake_tensorrt import fake_module
-from tests.helpers.models import SMALL, changed_model, with_layers, with_mixer
+from tests.helpers.models import SMALL, changed_model, model_of, with_layers, with_mixer
 from tests.paths import GOLDEN
 from trt_kvcache import NetworkScript, build_engine, estimate_build
 from trt_kvcache.builder import resolved_options
@@ -23,7 +24,7 @@ from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.build import BuildFlags
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, QueryScaling
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT, load
 
@@ -71,6 +72,9 @@ def full_tensorrt(version: str) -> TensorRT:
         ({"draft_head": 3}, "draft_head: expected mtp or the folder of an EAGLE-3 head, got 3."),
         ({"adapters_modules": "q_proj"}, "adapters_modules: expected adapters_rank with it, got q_proj alone."),
         ({"adapters_rank": 8, "adapter": "lora"}, "adapters_rank: expected none with adapter, which is merged, got 8."),
+        ({"max_embeddings": -1}, "max_embeddings: expected an integer from 0 to 2147483647, got -1."),
+        ({"max_embeddings": 2.5}, "max_embeddings: expected an integer, got 2.5."),
+        ({"max_embeddings": None}, "max_embeddings: expected an integer, got None."),
         ({"compute_capabilities": ("8.6", "8.6")}, "compute_capabilities: expected each one once, got 8.6, 8.6."),
     ],
 )
@@ -132,6 +136,26 @@ def test_the_options_of_the_build_of_a_draft_head() -> None:
     assert (head.dtype, head.attention, head.quantize, head.hidden_layers) == ("bfloat16", "native", "int8", "final_norm")
     assert (head.draft_head, head.kv_dtype, head.adapters_rank, head.adapter_inputs, head.embed_weights) == (None,) * 4 + (False,)
     assert resolve(wide, attention="mask").of_draft_head(wide).attention == "mask"
+
+
+def test_rows_are_refused_where_a_model_needs_more_for_them() -> None:
+    assert resolve().embedding_tensors(MODEL) == ()
+    [spec] = resolve(max_embeddings=3, dtype="float32").embedding_tensors(MODEL)
+    assert (spec.shape, spec.dtype) == ((3, MODEL.hidden_size), "float32")
+    for name, needed in (("gemma3", "attention both ways inside an image"), ("qwen2_5_vl", "positions of three axes")):
+        with raises(ConfigError, "max_embeddings", expected=f"0 for {name}, which needs {needed}", got="3"):
+            resolve(Checkpoint.read_config(VISION / name), max_embeddings=3)
+    with raises(ConfigError, "max_embeddings", expected="0 for gemma4_text, which needs per-layer embeddings", got="3"):
+        resolve(model_of("gemma4-ple"), max_embeddings=3)
+    most = (2**31 - 1) // MODEL.hidden_size
+    assert resolve(max_embeddings=most).max_embeddings == most
+    with raises(ConfigError, "max_embeddings", expected=f"at most {most}", got=str(most + 1)):
+        resolve(max_embeddings=most + 1)
+    wide = with_mixer(MODEL, head_dim=64)
+    operations = {"attention": "plugin", "operations": {"embedding": "embedding"}}
+    assert resolve(wide, **operations).max_embeddings == 0
+    with raises(ConfigError, "operations", expected="none in place of embedding with max_embeddings", got="embedding"):
+        resolve(wide, **operations, max_embeddings=3)
 
 
 def test_keywords_are_the_fields() -> None:
@@ -280,3 +304,41 @@ def test_the_next_variant_has_no_v_outputs() -> None:
     following = options.next_attention()
     assert following is not None
     assert (options.attention, options.v_outputs, following.attention, following.v_outputs) == ("plugin", True, "mask", False)
+
+
+def test_an_engine_for_trees_has_their_logits_and_an_input() -> None:
+    wide = with_mixer(MODEL, head_dim=64)
+    options = resolve(wide, max_prefill_length=40, draft_tree=24, max_batch_size=1)
+    assert (options.attention, options.max_logits_per_slot, options.profiles[-1].max_width) == ("plugin", 24, 24)
+    assert options.choice.reason == "no other variant takes trees of draft tokens"
+    [ancestors] = options.tree_tensors
+    assert (ancestors.name, ancestors.dtype, ancestors.shape) == ("ancestors", "int32", (2, 64, 2))
+    assert resolve(wide, max_prefill_length=40, draft_tree=24, max_logits_per_slot=30).max_logits_per_slot == 30
+    assert resolve(wide, max_prefill_length=40, attention="plugin", max_logits_per_slot=30).tree_tensors == ()
+    assert resolve(wide, max_prefill_length=40, attention="plugin", max_logits_per_slot=30).profiles[-1].max_width == 17
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "got"),
+    [
+        ({"attention": "mask"}, "plugin attention", "mask"),
+        ({"attention": "native"}, "plugin attention", "native"),
+        ({"plugin_layers": "segments"}, "plugin_layers=one-plan", "segments"),
+        ({"max_prefill_length": 23}, "max_prefill_length=23", 24),
+        ({"plugin_library": "lib.so"}, "no plugin_library", "lib.so"),
+        ({"operations": {"attention": "attention"}}, "no operation in place of attention", "attention"),
+    ],
+    ids=str,
+)
+def test_options_that_an_engine_for_trees_cannot_have(options: Any, expected: str, got: Any) -> None:
+    with raises(ConfigError, "draft_tree", expected=expected, got=got):
+        resolve(with_mixer(MODEL, head_dim=64), **{"draft_tree": 24, "max_prefill_length": 40, **options})
+
+
+def test_models_that_have_no_engine_for_trees() -> None:
+    scaled = with_mixer(MODEL, head_dim=64, query_scaling=QueryScaling(beta=0.5, period=3))
+    with raises(ConfigError, "draft_tree", expected="model whose engine can take trees", got="queries that are scaled by position"):
+        resolve(scaled, draft_tree=24, max_prefill_length=40)
+    for number in (1, 65):
+        with raises(ConfigError, "draft_tree", expected="2 to 64", got=number):
+            BuildOptions(draft_tree=number)

@@ -27,7 +27,7 @@ from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.torch_memory import TorchMemory
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.adapter_inputs import AdapterInputs
-from trt_kvcache.errors import RangeError
+from trt_kvcache.errors import ConfigError, RangeError
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 from trt_kvcache.trt.module import TensorRT
 
@@ -94,6 +94,25 @@ def test_a_draft_head_takes_its_bytes(tmp_path: Path, kind: str) -> None:
             )
             of_model = own.config.vocab_size * own.config.hidden_size * 2
             assert of_head.weights_nbytes("float16") < sum(math.prod(shape) for shape in tensor_shapes(own.config).values()) * 2 + of_model
+
+
+@pytest.mark.parametrize("name", ["gemma4-ple", "gemma4-experts-ple"])
+def test_a_table_in_host_memory_takes_no_bytes_of_the_gpu(name: str) -> None:
+    model = Checkpoint.read_config(GOLDEN / name)
+    assert model.per_layer_embedding is not None
+    nbytes = math.prod(model.per_layer_embedding.shape(model.num_layers)) * 2
+    with Checkpoint.open(GOLDEN / name) as checkpoint:
+        on_device, on_host = (TorchMemory.of(checkpoint, has_host_table=place).weights_nbytes(model.dtype) for place in (False, True))
+    assert on_device - on_host == nbytes
+    fits = what_fits(GOLDEN / name, 10**9, per_layer_table="host")
+    assert {fit.engine for fit in fits} == {"torch"}
+    assert fits[0].weights_nbytes == on_host
+    assert max(fit.weights_nbytes for fit in fits[1:]) <= on_host
+    for given in ("cpu", None):
+        with raises(ConfigError, "per_layer_table", expected="one of device, host", got=repr(given)):
+            what_fits(GOLDEN / name, 10**9, per_layer_table=given)  # type: ignore[arg-type]
+    with raises(ConfigError, "per_layer_table", expected="device", got="llama"):
+        what_fits(GOLDEN / "llama", 10**9, per_layer_table="host")
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
@@ -210,6 +229,41 @@ def test_a_model_with_experts_fits_into_memory_with_pytorch(quantize: str | None
     assert session_nbytes(model, quantize, batch, 30, budget) <= budget < session_nbytes(model, quantize, batch + 1, 30, budget)
 
 
+def test_a_model_with_experts_that_plugin_layers_compute_fits_with_tensorrt(tmp_path: Path) -> None:
+    """By the estimate of a build. With 36 inner activations PyTorch is left."""
+    model = write_model(tmp_path / "model", **EXPERTS)
+    fits = what_fits(model, 100_000_000, max_sequence_length=64)
+    assert {fit.engine for fit in fits} == {"tensorrt"}
+    assert {fit.kv_scales for fit in fits} == {None, "token"}
+    for fit in fits[:1]:
+        quantize = None if fit.weights == "float16" else fit.weights
+        sizes = {"max_sequence_length": 64, "quantize": quantize}
+        found = [estimate_build(model, max_batch_size=fit.largest_batch + more, **sizes).device_nbytes for more in (0, 1)]
+        assert found[0] <= 100_000_000 < found[1]
+    other = write_model(tmp_path / "other", **{**EXPERTS, "moe_intermediate_size": 36})
+    assert {fit.engine for fit in what_fits(other, 100_000_000)} == {"torch"}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_an_estimate_counts_weights_and_workspace_of_experts(tmp_path: Path, quantize: str | None) -> None:
+    """The router's weight is float32; the workspace has logits, choices and weights of each token, and inner activations of 8."""
+    model = write_model(tmp_path / "model", **EXPERTS)
+    with Checkpoint.open(model, quantize=quantize) as checkpoint:
+        names = {
+            name: (2 + 2 * name.endswith("mlp.gate.weight")) * math.prod(shape) for name, shape in tensor_shapes(checkpoint.config).items()
+        }
+        names |= {name: checkpoint.nbytes_of(name) for name in checkpoint.quantized_names}
+    sizes = {"quantize": quantize, "max_sequence_length": 64}
+    assert estimate_build(model, **sizes).weights_nbytes == sum(names.values())
+    few, many = (estimate_build(model, max_prefill_length=tokens, **sizes).activations_nbytes for tokens in (32, 64))
+    dense = write_model(tmp_path / "dense", model_type="qwen3", hidden_size=64, head_dim=64, intermediate_size=1)
+    other_few, other_many = (
+        estimate_build(dense, max_prefill_length=tokens, max_sequence_length=64).activations_nbytes for tokens in (32, 64)
+    )
+    padded = [sum(-(-tokens * width * 4 // 256) * 256 for width in (5, 2, 2)) for tokens in (32, 64)]
+    assert (many - few) - (other_many - other_few) == padded[1] - padded[0]
+
+
 def test_weights_of_experts_are_counted_in_their_dtypes() -> None:
     with Checkpoint.open(GOLDEN / "qwen3_moe") as checkpoint:
         sizes = {name: math.prod(shape) for name, shape in tensor_shapes(checkpoint.config).items()}
@@ -223,6 +277,11 @@ def test_weights_of_experts_are_counted_in_their_dtypes() -> None:
     assert (fit.weights, fit.engine) == ("MXFP4", "torch")
     assert packed + others < fit.weights_nbytes < 1.03 * packed + 1.1 * others, "routers are float32"
 
+
+#: A model whose heads and experts are of sizes that the kernels have.
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "head_dim": 64, "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 EXPERT_SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 64}
 
@@ -245,7 +304,7 @@ def test_experts_that_pytorch_does_not_keep_packed_have_16_bits(tmp_path: Path, 
 
 
 def test_in_float32_pytorch_has_neither_packed_weights_nor_k_and_v_in_8_bits(tmp_path: Path) -> None:
-    config = {**json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text()), "head_dim": 64}
+    config = {**json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text()), "head_dim": 64, "moe_intermediate_size": 36}
     (tmp_path / "config.json").write_text(json.dumps(config))
     fits = {dtype: what_fits(tmp_path, 10**9, dtype=dtype) for dtype in ("float16", "float32")}
     assert {fit.kv_scales for fit in fits["float16"]} == {None, "token"}

@@ -205,7 +205,7 @@ class TestJson:
 
 
 #: What holds for options that are not given.
-OFF = {"cuda_graphs": True, "max_embeddings": 0, "prefill_chunk": 256, "prompt_cache_bytes": 0}
+OFF = {"cuda_graphs": True, "max_embeddings": 0, "per_layer_table": "device", "prefill_chunk": 256, "prompt_cache_bytes": 0}
 
 
 def test_options_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch):
@@ -405,6 +405,7 @@ def test_drafts_change_no_text_and_are_counted(run: Run):
     counts = found["statistics"]
     assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"]
     assert counts["acceptance_rate"] == counts["accepted_tokens"] / counts["draft_tokens"]
+    assert counts["mean_acceptance_length"] == 1 + counts["accepted_tokens"] / counts["drafts"]
     assert counts["decode_steps"] == expected["statistics"]["decode_steps"] - counts["accepted_tokens"]
     assert f", {counts['accepted_tokens']} of {counts['draft_tokens']} draft tokens accepted; cache " in done.err
     assert "draft" not in plain.err

@@ -107,6 +107,25 @@ def test_a_draft_head_is_shown(run: Run, engine: Path, tmp_path: Path):
     assert "draft head" not in run("inspect", engine).out
 
 
+def test_the_input_for_rows_is_shown(run: Run, engine: Path, tmp_path: Path):
+    with_rows = make_engine_folder(SHIPPED, tmp_path / "rows", max_embeddings=6).path
+    shown = run("inspect", with_rows).out
+    assert "input for rows in place of rows of the embedding: 6\n" in shown
+    assert ["embedding_rows", "input", "float16", f"[6, {CONFIG.hidden_size}]", ""] in rows(shown, "Tensors")
+    assert ["rows in place of rows of the embedding", str(6 * CONFIG.hidden_size * 2)] in [row[:2] for row in rows(shown, "Sizes")]
+    assert "in place of rows" not in run("inspect", engine).out
+    assert json.loads(run("inspect", with_rows, "--json").out)["max_embeddings"] == 6
+
+
+def test_the_input_for_trees_is_shown(run: Run, engine: Path, tmp_path: Path):
+    with_input = make_engine_folder(SHIPPED, tmp_path / "trees", attention_variant="plugin", max_logits_per_slot=9, draft_tree=9).path
+    shown = run("inspect", with_input).out
+    assert "takes trees of draft tokens: of up to 9 tokens for each slot\n" in shown
+    assert ["ancestors", "input", "int32", "[3, 64, 2]", ""] in rows(shown, "Tensors")
+    assert "takes trees" not in run("inspect", engine).out
+    assert json.loads(run("inspect", with_input, "--json").out)["draft_tree"] == 9
+
+
 def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):
     shape = f"[?, {MIXER.num_kv_heads}, 38, {MIXER.head_dim}]"
     assert rows(run("inspect", engine).out, "Tensors") == [

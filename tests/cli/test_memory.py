@@ -172,6 +172,7 @@ def test_a_budget_too_small_for_one_token(run: Run):
         ([SHIPPED, "--compute-capability", "12.0"], "--compute-capability: expected --engine or --fit with it, got neither."),
         ([SHIPPED, "--adapters-rank", 8], "--adapters-rank: expected --engine or --fit with it, got neither."),
         ([SHIPPED, "--draft-head", "mtp"], "--draft-head: expected --engine or --fit with it, got neither."),
+        ([SHIPPED, "--per-layer-table", "host"], "--per-layer-table: expected --fit with it, got none."),
         ([SHIPPED, "--max-logits-per-slot", 3], "--max-logits-per-slot: expected --engine with it, got none."),
         ([SHIPPED, "--fit", "8GB", "--max-logits-per-slot", 3], "--max-logits-per-slot: expected --engine with it, got none."),
         ([SHIPPED, "--quantize", "int4"], "--quantize: expected --engine with it, got none"),
@@ -250,6 +251,17 @@ def test_what_fits_into_a_gpu(run: Run, tmp_path: Path):
     assert "│ hidden states " in run("memory", model, "--engine", "--draft-head", head).out
     assert "tokens of 2 slots" in done.out
     assert "slots of 300 tokens" in done.out
+
+
+def test_what_fits_with_a_table_in_host_memory(run: Run):
+    model = GOLDEN / "gemma4-ple"
+    done = run("memory", model, "--fit", "1GB", "--per-layer-table", "host")
+    assert "with PyTorch, and the table of per-layer embeddings in host memory" in " ".join(done.out.split())
+    found = json.loads(run("memory", model, "--fit", "1GB", "--per-layer-table", "host", "--json").out)["fits"]
+    assert [one["weights_nbytes"] for one in found] == [one.weights_nbytes for one in what_fits(model, 10**9, per_layer_table="host")]
+    assert {one["engine"] for one in found} == {"torch"}
+    refused = run("memory", SHIPPED, "--fit", "1GB", "--per-layer-table", "host")
+    assert (refused.code, "--per-layer-table: expected device for a model without per-layer embeddings" in refused.complaint) == (1, True)
 
 
 def test_what_fits_of_a_model_that_tensorrt_does_not_build(run: Run):

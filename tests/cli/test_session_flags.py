@@ -19,6 +19,7 @@ def source(folder: Path, *, slots: int = 1, **given: Any) -> SessionSource:
 
 def test_options_are_passed_on() -> None:
     given = {"max_sequence_length": 99, "dtype": "float32", "attention": "mask", "flavour": "tensorrt_rtx", "cuda_graphs": False}
+    given["per_layer_table"] = "host"
     found = source(SHIPPED, max_batch_size=3, **given)
     assert found == SessionSource(SHIPPED, engine="reference", max_batch_size=3, prompt_cache_bytes=5, **given)
 

@@ -57,3 +57,9 @@ def test_no_profile_of_one_slot_has_fixed_shapes_alone() -> None:
     prefill, decode = decoder_profiles(max_batch_size=1, max_prefill_length=11)
     assert (prefill.min_batch, prefill.max_batch) == (1, 1)
     assert (decode.min_batch, decode.max_batch, decode.max_width) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(("tree", "logits", "verify"), [(32, 32, 32), (64, 80, 64), (5, 80, 17), (64, 20, 20)])
+def test_the_profile_for_drafts_takes_the_tokens_of_a_tree(tree: int, logits: int, verify: int) -> None:
+    [*_, last] = decoder_profiles(max_batch_size=3, max_prefill_length=100, max_logits_per_slot=logits, draft_tree=tree)
+    assert (last.name, last.max_width, last.max_logits) == ("verify", verify, verify)

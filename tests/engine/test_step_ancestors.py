@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from trt_kvcache.engine.step_ancestors import StepAncestors, ancestor_bits
+from tests.helpers.models import SMALL, model_of
+from trt_kvcache.engine.step_ancestors import StepAncestors, ancestor_bits, why_no_trees
+from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig, QueryScaling
+
+LLAMA = ModelConfig.from_dict(SMALL)
 
 
 def read(ancestors, memory, stream, slots, width):
@@ -59,3 +65,48 @@ def test_a_write_that_fails_leaves_no_tree(ancestors, memory, stream, monkeypatc
     with pytest.raises(ZeroDivisionError):
         ancestors.write([[-1, 0, 0]], 3, stream=stream)
     assert not ancestors.in_use
+
+
+@pytest.fixture
+def read_always(memory):
+    """Of an engine that reads them in each enqueue."""
+    found = StepAncestors(memory, max_slots=3, is_input=True)
+    yield found
+    found.close()
+
+
+def test_chains_have_all_bits_where_the_engine_reads_them_always(read_always, memory, stream):
+    assert (read(read_always, memory, stream, 3, 64) == -1).all()
+    assert not read_always.in_use
+    read_always.write([[-1, 0, 0], [-1], []], 3, stream=stream)
+    assert read(read_always, memory, stream, 3, 3).tolist() == [[1, 3, 5], [1, 2, 4], [1, 2, 4]]
+    assert read_always.in_use
+    read_always.write(None, 200, stream=stream)
+    assert (read(read_always, memory, stream, 3, 64) == -1).all()
+    assert not read_always.in_use
+
+
+@pytest.mark.parametrize("parents", [None, [[-1, 0, 0]]], ids=["chains", "a tree"])
+def test_after_a_write_that_fails_the_engine_may_still_read_a_tree(read_always, memory, stream, monkeypatch, parents):
+    """So the next step of chains writes chains."""
+    read_always.write([[-1, 0, 0]], 3, stream=stream)
+    memory.synchronize(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "upload", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            read_always.write(parents, 3, stream=stream)
+    assert read_always.in_use
+
+
+def changed_model(**changes):
+    [layer, *_] = LLAMA.layers
+    return replace(LLAMA, layers=(replace(layer, mixer=replace(layer.mixer, **changes)),))
+
+
+def test_models_whose_networks_have_positions_of_chains():
+    assert why_no_trees(LLAMA) is None
+    norm = NormConfig(epsilon=1e-5)
+    assert why_no_trees(changed_model(qk_norm=QkNormConfig(norm=norm))) is None
+    assert why_no_trees(changed_model(qk_norm=QkNormConfig(norm=norm, after_rope=True))).startswith("RoPE before the norms")
+    assert why_no_trees(changed_model(query_scaling=QueryScaling(beta=0.5, period=3))).startswith("queries that are scaled")
+    assert why_no_trees(model_of("lfm2")) == "recurrent states"

@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_config, make_engine_folder
 from tests.helpers.models import write_model
+from tests.paths import GOLDEN
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
@@ -170,6 +171,36 @@ def test_inputs_for_adapters_of_another_model_are_refused(model: Path, change: d
     data = config_with_adapters(model).to_dict()
     data["adapters"].update(change)
     with pytest.raises(EngineError, match=message):
+        read_config(data)
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_the_input_for_rows_is_recorded(tmp_path: Path, segmented: bool) -> None:
+    model = write_model(tmp_path / "model", head_dim=64)
+    with Checkpoint.open(model) as checkpoint:
+        config, without = (make_config(checkpoint, segmented=segmented, max_embeddings=count) for count in (6, 0))
+    data = json.loads(json.dumps(config.to_dict()))
+    assert read_config(data) == config
+    assert data["max_embeddings"] == 6
+    [spec] = config.embedding_tensors
+    assert (spec.name, spec.shape, spec.dtype) == ("embedding_rows", (6, config.model.hidden_size), "float16")
+    assert config.network_facts() != without.network_facts(), "compiled kernels are others"
+    for given in (-1, True, 2.0, "6"):
+        with raises(EngineError, "max_embeddings", got=repr(given)):
+            read_config({**data, "max_embeddings": given})
+    del data["max_embeddings"]  # folders of before
+    if segmented:
+        with pytest.raises(EngineError, match=r"segments\.steps\[0\]"):
+            read_config(data)
+    else:
+        assert read_config(data) == without
+        assert without.embedding_tensors == ()
+
+
+def test_an_input_for_rows_beside_per_layer_embeddings_is_refused() -> None:
+    with Checkpoint.open(GOLDEN / "gemma4-ple") as checkpoint:
+        data = make_config(checkpoint, attention_variant="mask", max_embeddings=2).to_dict()
+    with pytest.raises(EngineError, match="max_embeddings: expected 0 for a model with per-layer embeddings, got 2"):
         read_config(data)
 
 
@@ -360,3 +391,39 @@ def test_a_wrong_value_anywhere_is_refused_and_gives_no_other_error(model, tmp_p
                     taken.add("/".join(map(str, (*path, last))))
     plans = {name for name in taken if name.endswith("plan_nbytes")}
     assert taken - plans == FREE | (SEGMENTED if segmented else {"plan/nbytes"})
+
+
+def config_with_trees(model: Path, **changes: Any) -> EngineFolderConfig:
+    with Checkpoint.open(model) as checkpoint:
+        return make_config(checkpoint, **{"attention_variant": "plugin", "max_logits_per_slot": 9, "draft_tree": 9, **changes})
+
+
+def test_the_input_for_trees_is_recorded(model: Path) -> None:
+    config, without = config_with_trees(model), config_with_trees(model, draft_tree=None)
+    data = json.loads(json.dumps(config.to_dict()))
+    assert read_config(data) == config
+    assert [(spec.name, spec.shape) for spec in config.tree_tensors] == [("ancestors", (3, 64, 2))]
+    assert config.network_facts() != without.network_facts()
+    del data["draft_tree"]  # folders of before
+    assert read_config(data) == without
+    assert read_config(data).tree_tensors == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_tree": 1}, "draft_tree: expected an integer from 2 to 64, got 1"),
+        ({"draft_tree": True}, "draft_tree: expected an integer, got True"),
+        ({"draft_tree": "9"}, "draft_tree: expected an integer, got '9'"),
+        ({"draft_tree": 10}, "draft_tree: expected at most 9, the logits of a slot in profiles, got 10"),
+        ({"attention_variant": "native"}, "draft_tree: expected none with native attention, got 9"),
+        ({"segmented": True}, "draft_tree: expected none with segments, got 9"),
+        ({"plugin_library": FileRecord(nbytes=3, sha256="0")}, "draft_tree: expected none with a plugin library, got 9"),
+    ],
+    ids=str,
+)
+def test_an_input_for_trees_that_cannot_be(model: Path, changes: dict[str, Any], message: str) -> None:
+    draft_tree = changes.pop("draft_tree", 9)
+    data = {**config_with_trees(model, **changes).to_dict(), "draft_tree": draft_tree}
+    with pytest.raises(EngineError, match=message):
+        read_config(data)

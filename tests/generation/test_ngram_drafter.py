@@ -45,6 +45,23 @@ def test_drafts(tokens: list[int], expected: list[int]) -> None:
     assert draft(tokens) == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 90, 90, 3, 1, 2], []),  # a row follows the match
+        ([1, 2, 3, 90, 4, 1, 2], [3]),  # it ends before a row
+        ([1, 2, 3, 4, 90, 1, 2], [3, 4]),
+        ([7, 90, 3, 4, 7, 90], []),  # rows match nothing
+        ([90, 91, 3, 90, 91], []),
+        ([90, 7, 3, 4, 90, 7], []),
+        ([90, 1, 2, 3, 5, 1, 2, 4, 90, 1, 2], [4]),  # nor do they make a match longer: the latest place
+    ],
+)
+def test_rows_match_nothing_and_are_not_proposed(tokens: list[int], expected: list[int]) -> None:
+    [found] = NgramDrafter().propose([sequence(tokens, 3)._replace(vocab_size=90)])
+    assert found == expected
+
+
 def test_the_limit() -> None:
     assert [len(draft([1, 2, 3, 4, 5, 1, 2], limit)) for limit in (1, 2, 15)] == [1, 2, 15]
 

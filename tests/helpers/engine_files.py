@@ -29,7 +29,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
         "cache": cache,
         "names": DEFAULT_NAMES,
         "tensors": decoder_tensors(model, cache, DEFAULT_NAMES, **logits),
-        "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11, **logits),
+        "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11, **logits, draft_tree=changes.get("draft_tree")),
         "attention_variant": variant,
         "attention": tuple(AttentionLayerConfig(layer=layer, variant=variant, decomposable=False) for layer in model.attention_indices),
         "tensorrt_flavour": "tensorrt_rtx",
@@ -49,7 +49,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes
         "computed_dtype": None if quantized is None else dtype,
     }
     if segmented and changes.get("segments", True):
-        steps = decoder_stages(model, cache, DEFAULT_NAMES, **logits)
+        steps = decoder_stages(model, cache, DEFAULT_NAMES, **logits, max_embeddings=changes.get("max_embeddings", 0))
         plans = segment_plans(cuts_of(steps))
         record = FileRecord.of(define_constants(checkpoint, cache, dtype=dtype))
         values["segments"] = SegmentsRecord(stages=steps, plans=tuple(map(len, plans)), constants=record)

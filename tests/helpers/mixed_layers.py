@@ -107,6 +107,7 @@ class RandomCheckpoint:
 
     path = Path("random")
     draft_tokens = None
+    token_clusters = None
 
     def __init__(self, config: ModelConfig, scheme: str | None = None) -> None:
         self.config, self._scheme = config, scheme

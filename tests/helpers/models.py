@@ -17,7 +17,7 @@ from tests.golden.weights import VISION, VISION_SEEDS, random_weights
 from tests.paths import GOLDEN
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.attention_variants import why_not_native
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import features
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 
@@ -78,8 +78,15 @@ def features_of(name: str) -> tuple[str, ...]:
     return tuple(features(model_of(name)))
 
 
+def has_experts(name: str) -> bool:
+    """Return True for a golden model with experts."""
+    return any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model_of(name).layers)
+
+
 def attentions_of(name: str, max_sequence_length: int) -> tuple[str, ...]:
     """Return the variants of TensorRT's own attention that a golden model can be built with, the default one first."""
+    if has_experts(name):  # plugin layers
+        return ()
     return ("mask",) if why_not_native(model_of(name), max_sequence_length) else ("native", "mask")
 
 

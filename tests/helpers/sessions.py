@@ -135,7 +135,7 @@ def hidden_rows(session: InferenceSession, slot: int, count: int) -> Any:
 def draft_logits(drafter: Any, monkeypatch: pytest.MonkeyPatch, *, change: float = 1.0) -> list[Any]:
     """Return a list to which the logits of each step of a drafter's model are added, and multiply these by a factor."""
     found: list[Any] = []
-    append, sample = drafter._batch.append, DeviceSampler.sample
+    append, sample = drafter._steps._append, DeviceSampler.sample
 
     def changed_append(rows: Any) -> Any:
         found.append(append(rows) * np.float32(change))
@@ -147,7 +147,7 @@ def draft_logits(drafter: Any, monkeypatch: pytest.MonkeyPatch, *, change: float
             logits.memory.upload(logits, found[-1], stream=stream)
         sample(sampler, logits, tokens, stream=stream)
 
-    monkeypatch.setattr(drafter._batch, "append", changed_append)
+    monkeypatch.setattr(drafter._steps, "_append", changed_append)
     monkeypatch.setattr(DeviceSampler, "sample", changed_sample)
     return found
 

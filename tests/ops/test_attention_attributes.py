@@ -129,3 +129,13 @@ def test_scale_and_softcap_of_an_onnx_attribute_reach_the_kernel_within_float32_
     factors = [np.float32(score_factors(one.score_scale, one.softcap)) for one in (exact, rounded)]
     # Two roundings at most of the attributes, and one of each factor, of half a unit in the last place.
     np.testing.assert_allclose(factors[1], factors[0], rtol=4 * 2.0**-24, atol=0)
+
+
+@pytest.mark.parametrize("kv", [{}, {"kv_dtype": "int8", "kv_scales": "head"}], ids=["16 bits", "quantized"])
+def test_attention_of_trees_has_no_field_for_them(kv):
+    """The version of the plugin says so."""
+    attributes = AttentionAttributes(**LEAST, **kv, takes_trees=True)
+    stored = attributes.plugin_field_arrays()
+    assert stored.keys() == {*ATTRIBUTE_TYPES, *kv}
+    fields = [field(name, QUANTIZED_ATTRIBUTE_TYPES[name], *array) for name, array in stored.items()]
+    assert AttentionAttributes.from_plugin_fields(fields, takes_trees=True) == attributes

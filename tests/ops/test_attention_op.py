@@ -38,7 +38,9 @@ def rotated(row: np.ndarray, cos_sin: np.ndarray, position: int, rotary_dim: int
     return result
 
 
-def expected(arrays: list[np.ndarray], rotary_dim: int, *, scale: float, window: int, softcap: float) -> tuple[np.ndarray, np.ndarray]:
+def expected(
+    arrays: list[np.ndarray], rotary_dim: int, *, scale: float, window: int, softcap: float, sinks: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     q, k, v, cache, lengths, *angles = arrays
     cos_sin = angles[0] if angles else np.zeros((S, 2, 0))
     out, cache = np.zeros(q.shape), cache.astype(np.float64)
@@ -56,7 +58,8 @@ def expected(arrays: list[np.ndarray], rotary_dim: int, *, scale: float, window:
                 scores = keys @ rotated(q[slot, token, head], cos_sin, position, rotary_dim) * scale
                 scores = softcap * np.tanh(scores / softcap) if softcap else scores
                 weights = np.exp(scores - scores.max())
-                out[slot, token, head] = weights @ values / weights.sum()
+                sink = 0.0 if sinks is None else np.exp(sinks[head] - scores.max())
+                out[slot, token, head] = weights @ values / (weights.sum() + sink)
     return out, cache
 
 
@@ -73,6 +76,17 @@ def test_attention_is_that_of_the_definition(options: dict[str, Any], rotary_dim
     wanted, wanted_cache = expected(arrays, rotary_dim, **scores)
     assert_close(out, wanted)
     assert_close(cache, wanted_cache)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, D])
+def test_sinks_join_the_softmax(rotary_dim: int) -> None:
+    arrays, sinks = inputs(4, rotary_dim), np.linspace(-2, 3, KV_HEADS * GROUP, dtype=np.float32)
+    op = AttentionOp(**HEADS, rotary_dim=rotary_dim, sinks=1)
+    out, _ = run_on_host(op, *arrays, sinks)
+    assert_close(out, expected(arrays, rotary_dim, scale=D**-0.5, window=0, softcap=0.0, sinks=sinks)[0])
+    assert op.attributes["sinks"] == 1
+    with pytest.raises(ShapeError, match=r"^attention: expected inputs of shapes"):
+        run_on_host(op, *arrays)
 
 
 def test_attributes_are_what_the_operation_was_created_with() -> None:

@@ -16,7 +16,14 @@ from onnx import TensorProto, helper
 from tests.plugin_library.layers import LAYERS, Layer
 from trt_kvcache.trt.module import load
 from trt_kvcache.trt.plugin import register
-from trt_kvcache.trt.plugin.versions import PLUGIN_ABIS, PLUGIN_NAME, PLUGIN_NAMESPACE, allow_aliasing, plugin_version
+from trt_kvcache.trt.plugin.versions import (
+    PLUGIN_NAME,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+    QUANTIZED_VERSION,
+    allow_aliasing,
+    plugin_version,
+)
 
 _TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16, "int32": TensorProto.INT32, "float32": TensorProto.FLOAT}
 _DOMAIN = "trt.plugins"
@@ -85,7 +92,7 @@ def main(creators: str, folder: Path, opened: bool) -> None:
     else:
         registry.load_library(creators)
     said: dict[str, Any] = {}
-    for version in PLUGIN_ABIS:
+    for version in (PLUGIN_VERSION, QUANTIZED_VERSION):
         creator = registry.get_creator(PLUGIN_NAME, version, PLUGIN_NAMESPACE)
         said[f"fields {version}"] = [[field.name, field.type.name] for field in creator.field_names]
     for name, layer in LAYERS.items():

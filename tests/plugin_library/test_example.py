@@ -92,11 +92,18 @@ def test_static_scales_have_no_values_here(decode, tmp_path):
     assert (done.returncode, done.stderr) == (1, "finding values for the input kv_scales_0 failed.\n")
 
 
-def test_inputs_for_adapters_have_no_values_here(decode, tmp_path):
+def test_inputs_for_adapters_and_for_rows_have_no_values_here(decode, tmp_path):
     inputs = AdapterInputs.of(Checkpoint.read_config(SHIPPED), rank=8)
-    folder = make_engine(tmp_path / "engine", SHIPPED, adapters=inputs).path
+    for changes, what in (({"adapters": inputs}, "inputs for adapters"), ({"max_embeddings": 4}, "an input for rows")):
+        folder = make_engine(tmp_path / what, SHIPPED, **changes).path
+        done = subprocess.run([decode, folder, "1", "1"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, f"an engine with {what} needs Python: opening {folder} failed.\n")
+
+
+def test_an_engine_for_trees_needs_python(decode, tmp_path):
+    folder = make_engine(tmp_path / "engine", SHIPPED, **_PLUGIN, max_logits_per_slot=9, draft_tree=9).path
     done = subprocess.run([decode, folder, "1", "1"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, f"an engine with inputs for adapters needs Python: opening {folder} failed.\n")
+    assert (done.returncode, done.stderr) == (1, f"an engine for trees of draft tokens needs Python: opening {folder} failed.\n")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import threading
 from contextlib import aclosing
 
+import numpy as np
 import pytest
 
 from tests.helpers.assertions import raises
@@ -51,6 +52,31 @@ def test_what_it_says_of_itself():
     assert (config.model, config.max_num_seqs, config.max_queue, config.context_length, config.vocab_size) == ("tiny", 3, 5, 128, 320)
     assert (config.eos_token_ids, config.has_chat_template, config.scores_prompts) == ((1,), False, True)
     assert (stats.slots, stats.waiting, stats.session.decode_tokens, live) == ((), 0, 0, 0)
+
+
+def test_prompts_with_rows_and_their_ids():
+    rows = np.random.default_rng(0).normal(size=(2, 32))
+
+    async def main():
+        async with running(2, max_embeddings=2) as engine:
+            other = asyncio.create_task(answers(engine, request([5, 6, 7], 40)))
+            await asyncio.sleep(0)
+            first, second = await engine.add_embeddings(rows)
+            found = await answers(engine, request([5, first, second, 6], 6, temperature=0.0))
+            await other
+            with raises(CapacityError, "embeddings", expected="at most 2"):
+                await engine.add_embeddings(rows + 1)
+            with raises(RangeError, "prompts[0][0]", expected=f"from 0 to {second}", got=str(second + 1)):
+                await answers(engine, request([second + 1], 6))
+        with pytest.raises(ClosedError):
+            await engine.add_embeddings(rows)
+        return found
+
+    [answer] = run(main)
+    with source(1, max_embeddings=2)() as session:
+        first, second = session.add_embeddings(rows)
+        events = session.generate([[5, first, second, 6]], max_new_tokens=6, ignore_eos=True, temperature=0.0)
+        assert answer["token_ids"] == [event.token for event in events]
 
 
 def test_several_answers_to_one_prompt_are_those_of_following_seeds():

@@ -84,6 +84,7 @@ def test_metrics_have_the_draft_tokens() -> None:
             return metrics.text(engine.config, stats).decode(), stats.session
 
     text, counts = run(main)
+    assert f"trt_kvcache_drafts_total {float(counts.drafts)}" in text
     assert f"trt_kvcache_draft_tokens_total {float(counts.draft_tokens)}" in text
     assert f"trt_kvcache_accepted_draft_tokens_total {float(counts.accepted_tokens)}" in text
 

@@ -222,6 +222,7 @@ def test_right_drafts_save_steps() -> None:
     counts = session.statistics
     assert (counts.decode_steps, counts.decode_tokens, counts.draft_tokens, counts.accepted_tokens) == (3, 11, 8, 8)
     assert counts.acceptance_rate == 1
+    assert (counts.drafts, counts.mean_acceptance_length) == (3, 1 + 8 / 3)
 
 
 def test_wrong_drafts_become_shorter_and_pause() -> None:
@@ -231,6 +232,8 @@ def test_wrong_drafts_become_shorter_and_pause() -> None:
     assert max(widths[:1]) > max(widths[-3:])
     assert session.statistics.accepted_tokens == 0
     assert session.statistics.decode_tokens == 12
+    assert session.statistics.drafts > 0
+    assert session.statistics.mean_acceptance_length == 1
 
 
 @every_quality

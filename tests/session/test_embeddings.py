@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 import trt_kvcache
 from tests.golden.weights import VISION
 from tests.helpers.assertions import assert_close, raises
+from tests.helpers.mtp import write_mtp_model
 from tests.paths import GOLDEN, ROOT
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, EngineError, RangeError, ShapeError
@@ -144,18 +145,73 @@ def test_ids_without_a_row_are_refused_everywhere() -> None:
         assert session.tokens(0) == (3, 79)
 
 
-def test_snapshots_and_drafts_are_refused_with_rows(tmp_path: Path) -> None:
+def test_snapshots_are_refused_with_rows(tmp_path: Path) -> None:
     _, rows, _ = image("mistral3")
     with opened() as session:
         session.prefill([[3, 4]])
         session.save_snapshot(tmp_path / "tokens")
-        list(session.generate([[3, 4, 3]], max_new_tokens=2, draft="ngram"))
         session.prefill([[3, *session.add_embeddings(rows)]])
         with raises(ConfigError, "slot 0", expected="tokens alone", got="embeddings"):
             session.save_snapshot(tmp_path / "rows")
-        with raises(ConfigError, "draft", expected="none", got="'ngram'"):
-            session.generate([[3, 4]], draft="ngram")
         assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("draft", ["ngram", str(VISION / "mistral3")], ids=["ngram", "model"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_drafts_after_rows_change_no_token(engine: str, draft: str) -> None:
+    """Of images that repeat, whose rows have one id each, greedy and sampled, in a batch and in the queue."""
+    ids, rows, _ = image("mistral3")
+    of_two = {3: 60.0, 4: 60.0}  # answers of two tokens repeat pairs of them
+    options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "temperature": 0.8, "seed": 3, "logit_bias": of_two}
+    with opened(engine=engine, max_sequence_length=48) as plain, opened(engine=engine, max_sequence_length=48, draft=draft) as session:
+        tokens = []
+        for one in (plain, session):
+            prompt = with_rows(ids, one.add_embeddings(rows))
+            prompts = [prompt * 3, [3, 4, 3, 4], [*prompt, *prompt[:4]]]
+            found = [
+                [(event.index, event.token) for event in one.generate(prompts, **more)]
+                for more in (options, {**options, "temperature": 0.0})
+            ]
+            handles = [one.submit(each, **options) for each in (*prompts, prompt)]
+            while one.step():
+                pass
+            tokens.append(([sorted(events) for events in found], [list(handle.tokens) for handle in handles]))
+        assert tokens[0] == tokens[1]
+        assert session.statistics.draft_tokens
+
+
+def test_a_drafter_gets_ids_of_rows_and_may_not_propose_them() -> None:
+    seen = []
+
+    class Repeats:
+        def propose(self, sequences: Any) -> Any:
+            seen.extend((one.tokens, one.vocab_size) for one in sequences)
+            return [one.tokens[:1] for one in sequences]
+
+    _, rows, _ = image("mistral3")
+    with opened() as session:
+        [row] = session.add_embeddings(rows[:1])
+        with raises(ConfigError, "Repeats.propose", expected="token ids from 0 to 78", got="[[79]]"):
+            list(session.generate([[row, 3, 4]], max_new_tokens=5, ignore_eos=True, draft=Repeats()))
+        assert seen[0][0][:3] == [row, 3, 4]
+        assert seen[0][1] == session.vocab_size
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_head_drafts_after_rows(engine: str, tmp_path: Path) -> None:
+    if engine == "torch":
+        pytest.importorskip("torch").set_num_threads(1)
+    folder = write_mtp_model(tmp_path / "mtp")
+    options: dict[str, Any] = {"engine": engine, "dtype": "float32", "max_embeddings": 2, "max_sequence_length": 40, "max_batch_size": 2}
+    found = []
+    for draft in (None, "mtp"):
+        with trt_kvcache.load(folder, draft=draft, **options) as session:
+            rows = session.add_embeddings(np.random.default_rng(0).normal(size=(2, session.model.hidden_size)))
+            prompts = [[5, *rows, 6, 7, *rows, 6], [rows[1]]]
+            events = session.generate(prompts, max_new_tokens=9, ignore_eos=True)
+            found.append(sorted((event.index, event.token) for event in events))
+            assert bool(session.statistics.draft_tokens) == (draft is not None)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -199,13 +255,9 @@ def test_models_whose_images_need_more_are_refused_by_name(name: str, needed: st
         session.add_embeddings(np.zeros((1, 40)))
 
 
-def test_a_session_without_room_and_an_engine_of_tensorrt_are_refused() -> None:
+def test_a_session_without_room_is_refused() -> None:
     with opened(max_embeddings=0) as session, raises(ConfigError, "add_embeddings", expected="max_embeddings", got="another"):
         session.add_embeddings(np.zeros((1, 56)))
-    with raises(ConfigError, "max_embeddings", expected="0 with engine='tensorrt'", got="4"):
-        trt_kvcache.load(VISION / "mistral3", engine="tensorrt", max_embeddings=4)
-    with raises(ConfigError, "max_embeddings", expected="0 with draft='ngram'", got="4"):
-        opened(draft="ngram")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -87,6 +87,7 @@ def test_an_equal_model_has_the_longest_path_accepted_every_time(
     assert session.statistics.accepted_tokens == depths > 0
     assert max(map(len, watched.trees)) == tokens - 1
     assert any(not tree.is_chain for tree in watched.trees)
+    assert session.statistics.mean_acceptance_length == 1 + depths / len(watched.trees)
     if tokens > 15:
         assert session.statistics.decode_steps == chains.statistics.decode_steps
 
@@ -178,10 +179,6 @@ def test_logits_of_the_engines_are_as_many_as_the_tokens_of_a_tree(opens: Open, 
         ({"draft": "m", "draft_tree": 65}, "draft_tree: expected an integer from 2 to 64, got 65."),
         ({"draft_tree": 8}, "draft_tree: expected draft with the folder of a small model or a head, got draft=None."),
         ({"draft": "ngram", "draft_tree": 8}, "draft_tree: expected draft with the folder of a small model or a head, got draft='ngram'."),
-        (
-            {"draft": "m", "draft_tree": 8, "engine": "tensorrt"},
-            "draft_tree: expected none with engine='tensorrt', which takes chains only, got 8.",
-        ),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], text: str) -> None:

@@ -15,9 +15,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.checkpoint.folders import edit_config, edit_tensors, load_file
+from tests.helpers import mtp, nemotron_mtp
 from tests.helpers.assertions import assert_close
 from tests.helpers.engine_files import make_engine_folder
-from tests.helpers.mtp import head_in_float64, ring_prompts, write_mtp_model, write_ring_model
+from tests.helpers.mtp import ring_prompts, write_mtp_model, write_ring_model
 from tests.helpers.quantized_models import FP8_CONFIG, fp8_blocks, write_quantized, write_values
 from tests.helpers.recording import Drafter, known_truth, poison
 from tests.helpers.sessions import ahead, by_prompt, draft_logits, drain
@@ -148,7 +149,9 @@ class CheckedHead:
 
     def check(self) -> None:
         config, weights = json.loads((self.model / "config.json").read_text()), load_file(self.model / "model.safetensors")
-        embedding = weights["model.embed_tokens.weight"]
+        is_nemotron = config["model_type"] == "nemotron_h"
+        head_in_float64 = nemotron_mtp.head_in_float64 if is_nemotron else mtp.head_in_float64
+        embedding = weights["backbone.embeddings.weight" if is_nemotron else "model.embed_tokens.weight"]
         head = embedding if config["tie_word_embeddings"] else weights["lm_head.weight"]
         found = iter(self.logits)
         for tokens, states, draft in self.watched.seen:
@@ -272,7 +275,8 @@ def random_program(opens: Open, place: Path, draft: str | Path, seed: int) -> No
                 for _ in range(random.randrange(4)):
                     session.step()
                     poison(session.cache)
-                    poison(drafter_of(session)._parts.cache)
+                    if drafter_of(session)._parts.cache.nbytes:  # an assistant's are rows of the model
+                        poison(drafter_of(session)._parts.cache)
                 fails(session, session.step)
                 cancelled.cancel()
                 drain(session)
@@ -434,6 +438,50 @@ def test_tokens_of_a_model_with_experts_are_those_without_drafts(tmp_path: Path,
     assert session.statistics.draft_tokens
 
 
-def test_a_family_without_a_head_that_is_read_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"for 'mtp', got nemotron_h"):
+def test_a_model_without_its_head_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"expected an MTP head, tensors whose names begin with 'mtp\.', got none"):
         Checkpoint.open_mtp_head(GOLDEN / "nemotron_h-experts")
+
+
+@pytest.mark.parametrize("changes", [{}, {"moe_latent_size": 20, "mtp_hybrid_override_pattern": None}], ids=str)
+def test_logits_of_the_head_of_nemotron_h(tmp_path: Path, opens: Open, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    model = nemotron_mtp.write_nemotron_model(tmp_path / "model", seed=3, **changes)
+    session = opens("mtp", model)
+    head = CheckedHead(session, model, monkeypatch)
+    [*session.generate(PROMPTS[1:2], params()[0], draft=head.watched)]
+    head.check()
+
+
+def test_a_right_head_of_nemotron_h_is_accepted(tmp_path: Path, opens: Open) -> None:
+    prompts, asked, rates = ring_prompts(5), params(temperature=0.2), []
+    for permuted in (False, True):
+        model = nemotron_mtp.write_nemotron_ring(tmp_path / str(permuted), permuted=permuted)
+        session = opens("mtp", model)
+        assert session.cache.states is not None
+        assert by_prompt(session.generate(prompts, asked)) == by_prompt(opens(None, model).generate(prompts, asked))
+        rates.append(session.statistics.acceptance_rate)
+    assert rates[0] > 0.95
+    assert rates[1] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers: expected 1", "got 2"]),
+        ({"num_nextn_predict_layers": 0}, ["num_nextn_predict_layers: expected 1", "got 0"]),
+        ({"mtp_hybrid_override_pattern": "M*"}, ["mtp_hybrid_override_pattern: expected at most 8 layers of attention", "got 'M*'"]),
+        ({"mtp_hybrid_override_pattern": "E"}, ["mtp_hybrid_override_pattern", "got 'E'"]),
+        ({"mtp_hybrid_override_pattern": "*" * 9}, ["mtp_hybrid_override_pattern", "got '*********'"]),
+        ({"mtp_hybrid_override_pattern": ["*", 3]}, ["mtp_hybrid_override_pattern", "got ['*', 3]"]),
+        ({"mtp_hybrid_override_pattern": None, "mtp_layers_block_type": ["moe"]}, ["mtp_layers_block_type", "got ['moe']"]),
+        ({"mtp_hybrid_override_pattern": "**"}, ["missing", "model.layers.1.mixer.q_proj.weight"]),
+        ({"mtp_hybrid_override_pattern": "*"}, ["does not use", "model.layers.1.mixer.experts.0.down_proj.weight"]),
+    ],
+    ids=str,
+)
+def test_refusals_of_heads_of_nemotron_h(tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+    model = nemotron_mtp.write_nemotron_model(tmp_path / "model")
+    edit_config(model, **changes)
+    with pytest.raises(CheckpointError) as found:
+        Checkpoint.open_mtp_head(model)
+    assert all(part in str(found.value) for part in parts), found.value

@@ -17,6 +17,7 @@ from tests.helpers.adapters import Q_PROJ, SHAPES, write_adapter
 from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.models import write_model
+from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.builder.options import BuildOptions
@@ -25,7 +26,7 @@ from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.errors import BindingError, BuildError, CheckpointError, ConfigError, CudaError, EngineError, KVCacheError
+from trt_kvcache.errors import BindingError, BuildError, CapacityError, CheckpointError, ConfigError, CudaError, EngineError, KVCacheError
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import ReferenceEngine
 from trt_kvcache.session import open_model as opening
@@ -92,7 +93,15 @@ class FakeGPU:
         if self.failure is not None:
             raise self.failure
         with folder.open_checkpoint() as checkpoint:
-            return ReferenceEngine(checkpoint, kv=folder.config.cache, max_prefill_length=folder.config.max_prefill_length, memory=memory)
+            config = folder.config
+            return ReferenceEngine(
+                checkpoint,
+                kv=config.cache,
+                max_prefill_length=config.max_prefill_length,
+                max_logits_per_slot=config.max_logits_per_slot,
+                attention=config.attention_variant,
+                memory=memory,
+            )
 
 
 @pytest.fixture
@@ -109,6 +118,14 @@ class TestEngineFolder:
             assert isinstance(session.engine, ReferenceEngine)
             assert (session.vocab_size, session.tokenizer) == (37, None)
             assert np.isfinite(session.prefill([list(range(30)), [1]])).all()
+
+    def test_the_reference_engine_has_at_least_the_rows_of_the_folder(self, model, tmp_path):
+        path = make_engine_folder(model, tmp_path / "rows", max_embeddings=3).path
+        for given, expected in ((0, 3), (2, 3), (4, 4)):
+            with InferenceSession.open(path, engine="reference", max_embeddings=given) as session:
+                assert len(session.add_embeddings(np.eye(4, session.model.hidden_size)[:expected])) == expected
+                with raises(CapacityError, "embeddings", expected=str(expected)):
+                    session.add_embeddings(np.ones((1, session.model.hidden_size)))
 
     def test_an_engine_folder_gives_the_logits_of_its_model(self, folder, model):
         with (
@@ -308,6 +325,41 @@ class TestModel:
             InferenceSession.open(path, engine=engine, adapters=given).close()
         assert [one and one.names for one in gpu.adapters[1:]] == [("a", "b"), None]
 
+    def test_a_table_in_host_memory_leaves_tensorrt_out(self, gpu, monkeypatch):
+        asked = []
+        monkeypatch.setattr(opening, "build_engine", lambda *_, **__: asked.append("build"))
+        options = {"max_sequence_length": 16, "per_layer_table": "host"}
+        InferenceSession.from_model(GOLDEN / "gemma4-ple", **options).close()
+        assert (asked, gpu.opened) == ([], [])
+        with raises(ConfigError, "per_layer_table", expected="device with engine='tensorrt'", got="host"):
+            InferenceSession.from_model(GOLDEN / "gemma4-ple", engine="tensorrt", **options)
+
+    @pytest.mark.parametrize("engine", ["auto", "tensorrt"])
+    def test_an_engine_is_built_with_room_for_rows(self, model, gpu, monkeypatch, tmp_path, engine):
+        """With too little room in an engine folder, ``auto`` runs another engine."""
+        asked = {}
+
+        def build(path, target, *, progress, **options):
+            asked.update(vars(BuildOptions.of(options)))
+            return SimpleNamespace(path=make_engine_folder(path, target, max_embeddings=options["max_embeddings"]).path)
+
+        monkeypatch.setattr(opening, "build_engine", build)
+        sizes = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
+        InferenceSession.from_model(model, engine=engine, **sizes, max_embeddings=7).close()
+        assert asked["max_embeddings"] == 7
+        path = make_engine_folder(model, tmp_path / "engine", max_embeddings=5).path
+        for given in (0, 4, 5):
+            InferenceSession.open(path, engine=engine, max_embeddings=given).close()
+        if engine == "tensorrt":
+            with raises(EngineError, "max_embeddings", expected="at most 5", got="6", says="Build it with max_embeddings."):
+                InferenceSession.open(path, engine=engine, max_embeddings=6)
+        else:
+            with pytest.warns(EngineFallbackWarning, match="max_embeddings: expected at most 5"):
+                session = InferenceSession.open(path, engine=engine, max_embeddings=6)
+            with session:
+                assert len(session.add_embeddings(np.eye(6, session.model.hidden_size))) == 6
+        assert len(gpu.opened) == 4
+
     @pytest.mark.parametrize(
         ("given", "logits"),
         [({}, 17), ({"max_prefill_length": 11}, 11), ({"max_logits_per_slot": 5}, 5), ({"max_logits_per_slot": "all"}, "all")],
@@ -324,6 +376,49 @@ class TestModel:
         with pytest.raises(BuildError, match="enough seen"):
             InferenceSession.from_model(model, engine="tensorrt", draft="ngram", **given)
         assert asked["max_logits_per_slot"] == logits
+
+    @pytest.mark.parametrize(("given", "tree"), [({}, 12), ({"max_prefill_length": 11}, 11)])
+    @pytest.mark.usefixtures("gpu")
+    def test_an_engine_that_is_built_for_trees_takes_them(self, model, monkeypatch, given, tree):
+        """The draft model's too, of which auto builds none."""
+        asked = []
+
+        def build(path, target, *, progress, **options):
+            asked.append(BuildOptions.of(options).draft_tree)
+            raise BuildError("enough seen")
+
+        monkeypatch.setattr(opening, "build_engine", build)
+        options = {"draft": str(model), "draft_tree": 12, **given}
+        with pytest.raises(BuildError, match="enough seen"):
+            InferenceSession.from_model(model, engine="tensorrt", **options)
+        with pytest.raises(BuildError, match="enough seen"):
+            opening.open_model(model, SessionOptions(engine="tensorrt", **given), draft_tree=12)
+        assert asked == [tree, tree]
+        with InferenceSession.from_model(model, **options) as session:
+            assert isinstance(session.engine, ReferenceEngine)
+        assert asked == [tree, tree]
+
+    def test_an_engine_folder_for_fewer_tokens_of_a_tree_is_refused(self, model, folder, gpu, tmp_path):
+        options = {"draft": str(model), "draft_tree": 10}
+        nine = {"attention_variant": "plugin", "max_logits_per_slot": 9, "draft_tree": 9}
+        trees = make_engine_folder(model, tmp_path / "trees", **nine).path
+        for path, got in ((folder, "one of chains only"), (trees, "one of trees of 9")):
+            with raises(
+                ConfigError, "draft_tree", expected="an engine for trees of 10 tokens", got=got, says="Build it with draft_tree=10."
+            ):
+                InferenceSession.open(path, engine="tensorrt", **options)
+            with pytest.raises(ConfigError, match=f"expected an engine for trees of 10 tokens, got {got}"):
+                opening.open_engine_folder(path, SessionOptions(engine="tensorrt"), draft_tree=10)
+            with InferenceSession.open(path, **options) as session:
+                assert session.engine.memory is not gpu.memory
+        assert gpu.opened == []
+        options["draft_tree"] = 9
+        with InferenceSession.open(trees, **options) as session:
+            assert session.engine.memory is gpu.memory
+        with InferenceSession.open(trees, engine="tensorrt", draft=str(trees), draft_tree=9) as session:
+            assert len(list(session.generate([[5, 6]], max_new_tokens=12, ignore_eos=True))) == 12
+            assert session.statistics.accepted_tokens > 0
+        assert [path for path, _ in gpu.opened] == [trees] * 3
 
     def test_an_engine_folder_without_the_logits_of_several_tokens_refuses_drafts(self, folder, gpu, monkeypatch):
         with pytest.raises(ConfigError) as error:

@@ -272,7 +272,7 @@ class TestRefusals:
         with with_every_logit() as session:
             session.prefill(PROMPTS)
             assert refuse(session, ConfigError, lambda: session.verify(ROWS, PARENTS)) == (
-                "parents: expected chains with a RecordingEngine, got a tree. Leave parents out."
+                "parents: expected chains with a RecordingEngine built without draft_tree, got a tree. Leave parents out."
             )
 
     def test_a_model_with_recurrent_states(self) -> None:

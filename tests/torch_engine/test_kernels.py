@@ -44,6 +44,7 @@ from trt_kvcache.torch_engine import (  # noqa: E402
     kernel_router,
     kernels,
     packed_projections,
+    row_lookup,
     state_kernels,
 )
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
@@ -52,6 +53,7 @@ from trt_kvcache.torch_engine.experts import FixedProducts, SortedProducts  # no
 from trt_kvcache.torch_engine.grouped_experts import GroupedProducts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
+from trt_kvcache.torch_engine.row_lookup import HostRows  # noqa: E402
 from trt_kvcache.torch_engine.stored_rows import StoredRows  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
@@ -68,6 +70,7 @@ LAUNCHED = {
     kernel_projections: ("linear", "linear_gated_mul"),
     packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize", "gather_columns"),
     grouped_experts: ("packed_dequantize",),
+    row_lookup: ("embed",),
     state_kernels: ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"),
 }
 
@@ -481,20 +484,41 @@ def test_super_blocks_of_many_rows_and_gates_of_another_type(memory, calls, tmp_
     assert calls["linear"] > 0, "a head that is the embedding has 16 bits"
 
 
-def test_a_per_layer_embedding_in_blocks_agrees_with_the_reference_engine(memory, calls, tmp_path):
+@pytest.mark.parametrize("has_host_table", [False, True], ids=["device", "host"])
+def test_a_per_layer_embedding_in_blocks_agrees_with_the_reference_engine(memory, calls, tmp_path, has_host_table):
     host, path = HostMemory(), write_gemma4_in_blocks(tmp_path)
     with Checkpoint.open(path) as checkpoint:
         config = decoder_cache_config(checkpoint.config, **SIZES, dtype="bfloat16", attention="native")
         options = {"kv": config, "max_prefill_length": 7}
-        ours, reference = (
-            engine(checkpoint, **options, memory=one) for engine, one in ((TorchEngine.open, memory), (ReferenceEngine, host))
-        )
+        ours = TorchEngine.open(checkpoint, **options, memory=memory, has_host_table=has_host_table)
+        reference = ReferenceEngine(checkpoint, **options, memory=host)
     assert isinstance(ours._weights.per_layer.embedding, StoredRows)
+    assert isinstance(ours._weights.per_layer.embedding.blocks, HostRows) == has_host_table
     with (
         InferenceSession(ours, make_cache(config, memory=memory)) as session,
         InferenceSession(reference, make_cache(config, memory=host)) as expected,
     ):
         check_agreement(session, expected, TOLERANCES["bfloat16"])
+    assert calls["embed"] == (4 if has_host_table else 0), "one launch a step"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_per_layer_embedding_in_host_memory_gives_the_logits_of_one_on_the_device(memory, calls, dtype):
+    found = []
+    for has_host_table in (False, True):
+        with Checkpoint.open(GOLDEN / "gemma4-ple") as checkpoint:
+            config = decoder_cache_config(checkpoint.config, **SIZES, dtype=dtype, attention="native")
+            ours = TorchEngine.open(checkpoint, kv=config, max_prefill_length=7, memory=memory, has_host_table=has_host_table)
+        table = ours._weights.per_layer.embedding
+        assert isinstance(table, HostRows) == has_host_table
+        values = table.values if isinstance(table, HostRows) else table
+        assert (values.dtype, values.shape) == (getattr(torch, dtype), (83, 6 * 12))
+        with InferenceSession(ours, make_cache(config, memory=memory)) as session:
+            steps = [session.prefill([[3, 1, 4, 1, 5, 9, 2, 6, 5], [70]]), session.decode([0, 3])]
+            found.append([*steps, session.append([[1, 2, 3], [7]])])
+    for host, device in zip(*found, strict=True):
+        np.testing.assert_array_equal(host, device)
+    assert calls["embed"] == 4
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8"])

@@ -13,8 +13,10 @@ from tests.session.test_mtp_drafter import (  # noqa: E402
     ring,  # noqa: F401
     test_a_head_shares_the_embedding_of_the_model,  # noqa: F401
     test_a_head_that_is_right_is_accepted_and_one_of_the_same_weights_in_another_order_is_not,  # noqa: F401
+    test_a_right_head_of_nemotron_h_is_accepted,  # noqa: F401
     test_hidden_states_of_a_queue_whose_slots_move,  # noqa: F401
     test_logits_of_the_head,  # noqa: F401
+    test_logits_of_the_head_of_nemotron_h,  # noqa: F401
     test_options_that_round,  # noqa: F401
 )
 

@@ -19,8 +19,12 @@ from trt_kvcache.engine.attention_variants import (
 from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes, rope_kind
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
+from trt_kvcache.kernels.router_kernels import MAX_EXPERTS
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.ops.attention_op import AttentionOp
+from trt_kvcache.ops.expert_attributes import why_not_in_kernels
+from trt_kvcache.ops.experts_op import ExpertsOp
 
 #: Compute capability without bfloat16, and without the attention kernels of this package.
 TURING = "7.5"
@@ -68,6 +72,12 @@ class AttentionBuild:
     max_sequence_length: int
     operations: frozenset[str] = frozenset()  # that the caller replaces
     has_plugin_library: bool = False
+    takes_trees: bool = False
+
+    @property
+    def routed_mlps(self) -> tuple[RoutedMlpConfig, ...]:
+        """The MLPs with experts."""
+        return tuple(layer.mlp for layer in self.model.layers if isinstance(layer.mlp, RoutedMlpConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +162,31 @@ def _not_in_kernels(build: AttentionBuild) -> str | None:
     return None
 
 
+def _experts_not_in_kernels(build: AttentionBuild) -> str | None:
+    """Return why the kernels of this package, unless the caller replaces them, cannot compute the experts of a model."""
+    if ExpertsOp.name in build.operations:
+        return None
+    if build.routed_mlps and TURING in (build.target.compute_capabilities or ()):
+        return f"compute_capabilities: expected 8.0 or more for experts, got {TURING}"
+    found = (why_not_in_kernels(mlp, build.model.hidden_size, build.dtype) for mlp in dict.fromkeys(build.routed_mlps))
+    return next((why for why in found if why is not None), None)
+
+
+def _has_experts(variant: AttentionName) -> Obstacle:
+    def find(build: AttentionBuild) -> str | None:
+        return f"experts: only plugin layers compute them, {variant} attention has none" if build.routed_mlps else None
+
+    return Obstacle(variant=variant, condition="experts, which are plugin layers", find=find)
+
+
+def _has_sinks(variant: AttentionName) -> Obstacle:
+    def find(build: AttentionBuild) -> str | None:
+        found = any(mixer.sinks for mixer in build.model.attention_layers)
+        return f"attention sinks: only plugin attention has them, got {variant}" if found else None
+
+    return Obstacle(variant=variant, condition="attention sinks, which only kernels of this package have", find=find)
+
+
 def _too_wide(variant: AttentionName) -> Obstacle:
     def find(build: AttentionBuild) -> str | None:
         wide = {mixer.head_dim for mixer in build.model.attention_layers if mixer.head_dim > HEAD_DIM_MAX}
@@ -166,10 +201,16 @@ _KERNEL_LIMITS = (
     f"compute capability {TURING}; partial RoPE of a number of elements that is no multiple of 4"
 )
 
+_EXPERT_LIMITS = (
+    f"experts in float32; on compute capability {TURING}; more than {MAX_EXPERTS} of them; in groups; with sizes that are no multiples of "
+    f"{INPUT_GRANULE}"
+)
+
 OBSTACLES = (
     _too_old("plugin"),
     Obstacle(variant="plugin", condition="layers that read K and V of a layer with another RoPE", find=_rotates_other_keys),
     Obstacle(variant="plugin", condition=_KERNEL_LIMITS, find=_not_in_kernels),
+    Obstacle(variant="plugin", condition=_EXPERT_LIMITS, find=_experts_not_in_kernels),
     _too_old("native"),
     Obstacle(variant="native", condition=f"full TensorRT 11.0 to 11.2: {_UNSAFE_WORDS}", find=lambda build: native_defect(build.target)),
     Obstacle(
@@ -178,8 +219,12 @@ OBSTACLES = (
         find=lambda build: why_not_native(build.model, build.max_sequence_length),
     ),
     _too_wide("native"),
+    _has_experts("native"),
+    _has_sinks("native"),
     _too_old("mask"),
     _too_wide("mask"),
+    _has_experts("mask"),
+    _has_sinks("mask"),
 )
 
 #: The first that applies. ``native`` is in no order of full TensorRT with attention: it is taken there only if it is named.
@@ -204,6 +249,20 @@ RULES = (
         order=("plugin",),
         reason="no other variant has plugin layers",
         applies=lambda build: build.has_plugin_library,
+    ),
+    Rule(
+        tensorrt="both",
+        condition="experts",
+        order=("plugin",),
+        reason="experts are plugin layers, and no other variant has plugin layers",
+        applies=lambda build: bool(build.routed_mlps),
+    ),
+    Rule(
+        tensorrt="both",
+        condition="trees of draft tokens (`--draft-tree`)",
+        order=("plugin",),
+        reason="no other variant takes trees of draft tokens",
+        applies=lambda build: build.takes_trees,
     ),
     Rule(
         tensorrt="both",
@@ -250,8 +309,9 @@ def choose_attention(named: str, build: AttentionBuild) -> AttentionChoice:
     obstacles = {variant: why_not(variant, build) for variant in rule.order}
     possible = tuple(variant for variant, why in obstacles.items() if why is None)
     refused = "; ".join(f"{variant}: {why}" for variant, why in obstacles.items() if why is not None)
-    if not possible and build.kv_dtype is not None:
-        raise ConfigError(f"{obstacles['plugin']}. kv_dtype={build.kv_dtype} chose plugin attention: {rule.reason}.")
+    chosen_by = f"kv_dtype={build.kv_dtype}" if build.kv_dtype is not None else "draft_tree" if build.takes_trees else None
+    if not possible and chosen_by is not None:
+        raise ConfigError(f"{obstacles['plugin']}. {chosen_by} chose plugin attention: {rule.reason}.")
     if not possible:
         raise ConfigError(f"attention: expected a variant that {build.target.tensorrt} can build for this model, got none: {refused}.")
     variant = possible[0]
@@ -271,7 +331,7 @@ def _named(variant: AttentionName, build: AttentionBuild) -> AttentionChoice:
     """Return the choice of a caller, after checking that the build can have it."""
     others = (
         ()
-        if build.kv_dtype or build.has_plugin_library
+        if build.kv_dtype or build.has_plugin_library or build.takes_trees
         else tuple(one for one in ATTENTION_VARIANTS if one != variant and why_not(one, build) is None)
     )
     obstacle = why_not(variant, build)

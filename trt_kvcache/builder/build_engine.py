@@ -21,7 +21,6 @@ from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine_folder.config import EngineFolderConfig
-from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import EngineFiles, write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.engine_folder.v_outputs import v_outputs
@@ -262,6 +261,8 @@ def _config(
         plugin_library=library,
         adapters=options.adapter_inputs,
         hidden_layers=options.hidden_layers,
+        max_embeddings=options.max_embeddings,
+        draft_tree=options.draft_tree,
     )
 
 
@@ -269,10 +270,9 @@ def _segments_record(
     config: EngineFolderConfig, plans: Sequence[Any], constants: Sequence[Any], operations: Mapping[str, str]
 ) -> SegmentsRecord:
     """Return the stages of an engine in segments, and the sizes of their plans."""
-    stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot, dtype=config.dtype)
     stages = tuple(
         replace(stage, operation=operations.get(stage.operation, stage.operation)) if isinstance(stage, CustomOpNode) else stage
-        for stage in stages
+        for stage in config.stages_of_model()
     )
     return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of(constants))
 

@@ -83,6 +83,8 @@ def define_decoder(
         tensors=(
             *map(packed_as_int32, specs),
             *options.adapter_tensors(model),
+            *options.embedding_tensors(model),
+            *options.tree_tensors,
             *options.hidden_tensors(model),
             *(v_outputs(model, options.dtype) if options.v_outputs else ()),
         ),
@@ -120,7 +122,8 @@ def define_segments(
         cache=cache,
         names=names,
     )
-    stages = decoder_stages(model, cache, names, max_logits_per_slot=options.max_logits_per_slot, dtype=options.dtype)
+    sizes = {"max_logits_per_slot": options.max_logits_per_slot, "max_embeddings": options.max_embeddings}
+    stages = decoder_stages(model, cache, names, **sizes, dtype=options.dtype)
     segments = [stage for stage in stages if isinstance(stage, Segment)]
     make = partial(
         DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=options.profiles, attention=attention

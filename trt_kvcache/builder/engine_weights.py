@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.model import AttentionConfig, ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, PER_LAYER_PROJECTION, embedding_name, embedding_tables, tensor_shapes
-from trt_kvcache.model.weight_parts import layer_parts
+from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors, layer_parts
 
 #: Host memory of Python with TensorRT loaded after a build, and additional memory for each layer of a network.
 _HOST, _HOST_PER_LAYER = 215_000_000, 9_300_000
@@ -53,7 +53,8 @@ class EngineWeights:
         """Return the weights of an engine. In segments, embedding tables are constants next to the plan."""
         constants = {name: packed.get(name) for name in embedding_tables(model)} if segmented else {}
         in_plan = {name: one for name, one in packed.items() if name not in constants}
-        dense = {name: math.prod(shape) * itemsize(dtype) for name, shape in tensor_shapes(model).items()}
+        exact = exact_tensors(model)  # of routers
+        dense = {name: math.prod(shape) * itemsize("float32" if name in exact else dtype) for name, shape in tensor_shapes(model).items()}
         return cls(model, dense | {name: one.nbytes for name, one in in_plan.items()}, in_plan, constants, has_plugin_layers)
 
     @property
@@ -85,7 +86,10 @@ class EngineWeights:
         dense, packed = self.dense_nbytes, self.nbytes - self.dense_nbytes
         at_the_plan = _COPIES * dense + 2 * self._transposed_nbytes  # in TensorRT and in the plan
         at_packing = dense + _WIDENED_INT4 * widened
-        return _HOST + self.model.num_layers * _HOST_PER_LAYER + _COPIES * packed + max(at_the_plan, at_packing)
+        stacked = sum(
+            self.sizes[name] for name in expert_tensors(self.model) - self.packed.keys()
+        )  # of all experts of a layer in one array
+        return _HOST + self.model.num_layers * _HOST_PER_LAYER + _COPIES * packed + max(at_the_plan, at_packing) + stacked
 
     def peak_of_segments(self, plan: int) -> float:
         """Return the peak memory of the host for a plan of this size.

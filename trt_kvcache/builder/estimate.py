@@ -25,12 +25,18 @@ from trt_kvcache.engine.hidden_tensors import hidden_states_nbytes
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes, v_outputs
 from trt_kvcache.memory.shapes import dense_nbytes
-from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
 from trt_kvcache.model.tensor_shapes import embedding_tables, tensor_shapes
+from trt_kvcache.model.weight_parts import expert_tensors
+from trt_kvcache.ops.expert_attributes import ExpertAttributes
+from trt_kvcache.ops.experts_op import ExpertsOp
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+#: The type in TensorRT of packed weights of experts, which are bytes of a plugin layer.
+BYTES = "int32"
 
 #: Bytes of compiled kernels in the plan: once if there is attention, for each layer, and for each one of an engine in segments.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
@@ -69,6 +75,8 @@ class BuildEstimate:
         memory of ``v_outputs``.
     adapters_nbytes : int
         The inputs for adapters: A and B for ``adapters_rank`` ranks. 0 for a build without.
+    embeddings_nbytes : int
+        The input for rows in place of rows of the embedding (``max_embeddings``). 0 for a build without.
     host_peak_nbytes : int
         Most memory of the host during the build.
     hidden_states_nbytes : int
@@ -88,15 +96,17 @@ class BuildEstimate:
     cache_nbytes: int
     activations_nbytes: int
     adapters_nbytes: int
+    embeddings_nbytes: int
     host_peak_nbytes: int
     hidden_states_nbytes: int = 0
     draft_head: BuildEstimate | None = None
 
     @property
     def device_nbytes(self) -> int:
-        """GPU memory of a session with this engine: plan, constants, cache, activations, adapters, hidden states and draft head."""
-        own = self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes + self.adapters_nbytes
-        return own + self.hidden_states_nbytes + (0 if self.draft_head is None else self.draft_head.device_nbytes)
+        """GPU memory of a session with this engine: plan, constants, cache, activations, inputs of its own, and draft head."""
+        inputs = self.adapters_nbytes + self.embeddings_nbytes + self.hidden_states_nbytes
+        own = self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes + inputs
+        return own + (0 if self.draft_head is None else self.draft_head.device_nbytes)
 
     @property
     def disk_nbytes(self) -> int:
@@ -162,11 +172,12 @@ class PackedModel:
         """Read a checkpoint, and that of its draft head; no weights are read. Without FP4, its weights take the bytes of int8."""
         shapes = tensor_shapes(checkpoint.config)
         types = CONSTANT_TYPES | (NATIVE_TYPES if has_fp4 else {})
-        packed = {}
+        experts, packed = expert_tensors(checkpoint.config), {}
         for kind in checkpoint.value_kinds:
             for name in checkpoint.names_of_kind(kind):
-                widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not has_fp4 else 0
-                packed[name] = PackedBytes(checkpoint.nbytes_of(name) + widened, types[kind])
+                is_expert = name in experts
+                widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not has_fp4 and not is_expert else 0
+                packed[name] = PackedBytes(checkpoint.nbytes_of(name) + widened, BYTES if is_expert else types[kind])
         if head is None:
             return cls(checkpoint.config, packed)
         of_head = PackedModel.of(head, has_fp4=has_fp4)
@@ -175,8 +186,12 @@ class PackedModel:
     def rounded(self, quantize: str) -> PackedModel:
         """Return the same model with weights rounded to ``quantize``."""
         shapes, schemes = tensor_shapes(self.model), rounding_schemes(self.model, Quantization.parse(quantize))
+        experts = expert_tensors(self.model)
         packed = {
-            name: PackedBytes(rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, self.model.dtype), f"int{SCHEMES[scheme][0]}")
+            name: PackedBytes(
+                rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, self.model.dtype),
+                BYTES if name in experts else f"int{SCHEMES[scheme][0]}",
+            )
             for name, scheme in schemes.items()
         }
         head = self.head.rounded(quantize) if self.head is not None and self.head.model.eagle3_input is None else self.head
@@ -208,6 +223,7 @@ class PackedModel:
             cache_nbytes=cache.nbytes,
             activations_nbytes=_activations_nbytes(model, computed, options) + v_nbytes,
             adapters_nbytes=0 if options.adapter_inputs is None else options.adapter_inputs.nbytes(model, computed),
+            embeddings_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in options.embedding_tensors(model)),
             host_peak_nbytes=peak if head is None else max(head.host_peak_nbytes, head.plan_nbytes + peak),  # it is built first
             hidden_states_nbytes=0 if self.head is None else self._hidden_states_nbytes(self.head.model, options),
             draft_head=head,
@@ -245,8 +261,7 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions
     """Return the bytes of activations at the widest point of a layer, for the largest enqueue, and of the logits."""
     tokens = options.max_batch_size * options.max_prefill_length
     mixers = max(map(_mixer_width, model.layers))
-    widths = (layer.mlp.intermediate_size for layer in model.layers if isinstance(layer.mlp, MlpConfig))  # experts were refused
-    mlps = 3 * max(widths, default=0)  # gate, up, their product
+    mlps = max(map(_mlp_width, model.layers))
     per_layer = 0 if model.per_layer_embedding is None else model.per_layer_embedding.size * model.num_layers
     projected = 2 * per_layer  # the rows and the projection, of which the inputs of all layers are made
     widest = 2 * model.hidden_size + per_layer + max(mixers, mlps, projected)  # the residual, its norm, and the inputs of all layers
@@ -256,7 +271,8 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions
     scores = max(scores, *(_scan_nbytes(mixer, options.max_prefill_length) for mixer in model.recurrent_layers), 0)
     rows = options.max_batch_size * options.max_logits_per_slot
     logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
-    return tokens * (widest * itemsize(dtype) + scores) + logits + _expanded_kv_nbytes(model, dtype, options)
+    workspaces = (_workspace_nbytes(layer.mlp, model.hidden_size, dtype, tokens) for layer in model.layers)
+    return tokens * (widest * itemsize(dtype) + scores) + logits + _expanded_kv_nbytes(model, dtype, options) + max(workspaces)
 
 
 def _expanded_kv_nbytes(model: ModelConfig, dtype: str, options: ResolvedOptions) -> int:
@@ -273,6 +289,23 @@ def _mixer_width(layer: LayerConfig) -> int:
     attention = (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim if isinstance(mixer, AttentionConfig) else 0
     # of a recurrent mixer the three parts, and input and output of the convolution
     return max(attention, 0 if layer.recurrence is None else 5 * layer.recurrence.channels)
+
+
+def _mlp_width(layer: LayerConfig) -> int:
+    """Return the number of elements per token at the widest point of an MLP outside of its experts: gate, up, their product."""
+    mlp = layer.mlp
+    if isinstance(mlp, RoutedMlpConfig):
+        return 2 * (mlp.latent_size or 0) + (0 if mlp.shared is None else 3 * mlp.shared.intermediate_size)
+    return 0 if mlp is None else 3 * mlp.intermediate_size
+
+
+def _workspace_nbytes(mlp: MlpConfig | RoutedMlpConfig | None, hidden_size: int, dtype: str, tokens: int) -> int:
+    """Return the bytes of the workspace of experts."""
+    if not isinstance(mlp, RoutedMlpConfig):
+        return 0
+    op = ExpertsOp(**ExpertAttributes.of(mlp).attributes())
+    inputs = op.input_types(hidden_size, mlp.latent_size or hidden_size, dtype, batch=1, tokens=tokens)
+    return op.workspace_nbytes([*inputs.values()])
 
 
 def _scan_nbytes(mixer: RecurrentConfig, width: int) -> int:

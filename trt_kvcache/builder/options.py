@@ -19,8 +19,10 @@ from trt_kvcache.engine.attention_variants import ATTENTION_SETTINGS, AUTO
 from trt_kvcache.engine.decoder_profiles import check_logits_per_slot, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.registry import BUILT_IN_OPERATIONS, OPERATIONS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -76,6 +78,8 @@ class BuildKeywords(TypedDict, total=False):
     adapter: str | os.PathLike[str] | None
     adapters_rank: int | None
     adapters_modules: Sequence[str] | None
+    max_embeddings: int
+    draft_tree: int | None
     draft_head: str | os.PathLike[str] | None
     kv_dtype: str | None
     kv_scales: str | None
@@ -113,7 +117,7 @@ class BuildOptions:
         If left out, True for TensorRT 10.13 and 10.14, which may corrupt it otherwise: see ``docs/jetson.md``.
     operations : mapping of str to str, optional
         With plugin attention, names of registered operations in place of those of this package, such as ``{"attention": "windowed"}``:
-        see ``docs/operations.md``. ``"attention"`` and ``"embedding"`` can be replaced.
+        see ``docs/operations.md``. ``"attention"``, ``"embedding"`` and ``"experts"`` can be replaced.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     device : int
@@ -140,6 +144,13 @@ class BuildOptions:
     adapters_modules : sequence of str, optional
         With ``adapters_rank``, the linear layers that adapters may change, by the ends of their names, such as ``("q_proj", "v_proj")``.
         If left out, all of attention, recurrent mixers and MLPs.
+    max_embeddings : int
+        Make an input for rows that prompts of a session may have in place of rows of the embedding, such as the features of an image: most
+        different rows of a session, for ``InferenceSession.add_embeddings``. 0 for none: see ``docs/models.md``.
+    draft_tree : int, optional
+        Make an input for trees of draft tokens, with which ``verify`` takes ``parents``: most tokens of a tree, from 2 to 64, of which one
+        enqueue returns all logits (``max_logits_per_slot`` is at least this). With plugin attention in one plan, and not with a plugin
+        library or a registered attention: see ``docs/sessions.md``.
     draft_head : "mtp" or path, optional
         Build the engine of a draft head too, for ``draft=`` of a session, and have the engine of the model return the hidden states that
         the head reads: ``"mtp"`` for the multi-token prediction head in the model folder, or the folder of an EAGLE-3 head. Not in
@@ -185,6 +196,8 @@ class BuildOptions:
     adapter: str | os.PathLike[str] | None = None
     adapters_rank: int | None = None
     adapters_modules: Sequence[str] | None = None
+    max_embeddings: int = 0
+    draft_tree: int | None = None
     draft_head: str | os.PathLike[str] | None = None
     kv_dtype: str | None = None
     kv_scales: str | None = None
@@ -217,6 +230,9 @@ class BuildOptions:
         self._normalize("adapters_modules", _as_modules)
         self._normalize("draft_head", _as_draft_head)
         self._check_adapters()
+        object.__setattr__(self, "max_embeddings", int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError))
+        self._normalize("draft_tree", partial(int_in_range, "draft_tree", low=2, high=MAX_TREE_TOKENS, error=ConfigError))
+        self._check_draft_tree()
 
     def _normalize(self, name: str, convert: Callable[[Any], Any]) -> None:
         """Replace a value that was given by the converted one."""
@@ -252,6 +268,15 @@ class BuildOptions:
             raise ConfigError(f"adapters_modules: expected adapters_rank with it, got {', '.join(self.adapters_modules)} alone.")
         if self.adapters_rank is not None and self.adapter is not None:
             raise ConfigError(f"adapters_rank: expected none with adapter, which is merged, got {self.adapters_rank}.")
+
+    def _check_draft_tree(self) -> None:
+        if self.draft_tree is None:
+            return
+        if self.plugin_library is not None:
+            raise ConfigError(f"draft_tree: expected no plugin_library with it, whose plugin takes chains only, got {self.plugin_library}.")
+        replaced = (self.operations or {}).get(AttentionOp.name)
+        if replaced is not None:
+            raise ConfigError(f"draft_tree: expected no operation in place of {AttentionOp.name}, got {replaced}.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> BuildOptions:

@@ -24,13 +24,17 @@ from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots, padded_
 from trt_kvcache.engine.attention_variants import AUTO, AttentionName
 from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_profiles import VERIFY_WIDTH, decoder_profiles, logits_per_slot
+from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.hidden_tensors import hidden_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.step_ancestors import ancestors_input, why_no_trees
 from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.features import check_features
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.trt.module import TensorRT
@@ -49,13 +53,18 @@ CORRUPT_V = ((10, 13), (10, 15))
 COMPUTED_FEATURES: frozenset[str] = frozenset(
     {
         "activation",
+        "branch_norms",
+        "clamped_swiglu",
         "embedding_multiplier",
+        "expert_scale",
+        "experts",
         "final_softcap",
         "full_qk_norm",
         "fused_tensors",
         "gate_after_norm",
         "gated_delta_net",
         "interleaved_rope",
+        "latent_experts",
         "layer_norm",
         "logits_divisor",
         "mamba2",
@@ -78,11 +87,14 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "query_scaling",
         "relu2",
         "residual_multiplier",
+        "router_norm",
         "scale",
         "several_ropes",
         "several_shapes",
+        "shared_expert",
         "shared_kv",
         "short_conv",
+        "sinks",
         "softcap",
         "ungated_mlp",
         "window",
@@ -126,6 +138,7 @@ class ResolvedOptions(BuildOptions):
                 max_sequence_length=length,
                 operations=frozenset(options.operations or ()),
                 has_plugin_library=options.plugin_library is not None,
+                takes_trees=options.draft_tree is not None,
             ),
         )
         if options.plugin_library is not None and choice.variant != "plugin":
@@ -140,12 +153,24 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(f"adapters_rank: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
         if options.draft_head is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
             raise ConfigError(f"draft_head: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+        for what, has in (
+            ("experts", any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers)),
+            ("attention sinks", any(mixer.sinks for mixer in model.attention_layers)),
+        ):
+            if has and options.plugin_layers == SEGMENTS:
+                raise ConfigError(f"plugin_layers: expected {ONE_PLAN} for a model with {what} ({model.family}), got {SEGMENTS}.")
+            if has and options.plugin_library is not None:
+                raise ConfigError(
+                    f"plugin_library: expected a model without {what}, got {model.family}: their plugin layers run in Python. Leave it out."
+                )
+        _check_draft_tree(options, model, choice.variant, width)
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(
                 f"operations: expected none in place of {EmbeddingOp.name} for a model with per-layer embeddings, which are of token ids, "
                 f"got {replaced}."
             )
+        _check_embeddings(options, model, replaced)
         chosen = {
             "max_sequence_length": length,
             "max_prefill_length": width,
@@ -169,6 +194,7 @@ class ResolvedOptions(BuildOptions):
             "max_sequence_length": length,
             "max_prefill_length": min(self.max_prefill_length, length),
             "max_logits_per_slot": 1,
+            "max_embeddings": 0,
             "attention": AUTO if self.choice.is_auto else self.attention,
             "embed_weights": self.embed_weights and head.eagle3_input is not None,  # the copy of the model has its MTP head
         }
@@ -199,7 +225,13 @@ class ResolvedOptions(BuildOptions):
             max_batch_size=self.max_batch_size,
             max_prefill_length=self.max_prefill_length,
             max_logits_per_slot=self.max_logits_per_slot,
+            draft_tree=self.draft_tree,
         )
+
+    @property
+    def tree_tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the input for trees of draft tokens; none without ``draft_tree``."""
+        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
 
     def adapter_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
         """Return the inputs for adapters; none without ``adapters_rank``."""
@@ -209,6 +241,10 @@ class ResolvedOptions(BuildOptions):
     def hidden_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
         """Return the tensors of hidden states; none without ``draft_head``."""
         return hidden_tensors(model, self.hidden_layers, self.profiles, self.dtype)
+
+    def embedding_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
+        """Return the input for rows in place of rows of the embedding; none without ``max_embeddings``."""
+        return embedding_tensors(model, self.max_embeddings, self.dtype)
 
     def cache_for(self, model: ModelConfig, quantized: QuantizedKV | None = None) -> DecoderCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options."""
@@ -255,9 +291,43 @@ class ResolvedOptions(BuildOptions):
 
 
 def _logits(options: BuildOptions, width: int) -> int:
-    """Return the most tokens per slot whose logits an enqueue returns: those of a draft, if there is a head that drafts."""
+    """Return the most tokens per slot whose logits an enqueue returns: those of a tree, and of a draft if there is a head that drafts."""
     found = logits_per_slot(options.max_logits_per_slot, max_prefill_length=width)
-    return min(VERIFY_WIDTH, width) if found == 1 and options.draft_head is not None else found
+    drafted = min(VERIFY_WIDTH, width) if found == 1 and options.draft_head is not None else found
+    return max(drafted, options.draft_tree or 1)
+
+
+def _check_embeddings(options: BuildOptions, model: ModelConfig, replaced: str | None) -> None:
+    """Refuse rows in place of rows of the embedding for a model that needs more for them, or with an operation that knows no such ids."""
+    if not options.max_embeddings:
+        return
+    needed = FAMILIES[model.family].images_need
+    if model.per_layer_embedding is not None:
+        needed = "per-layer embeddings, which are of token ids"
+    if needed:
+        raise ConfigError(f"max_embeddings: expected 0 for {model.family}, which needs {needed}, got {options.max_embeddings}.")
+    most = MAX_DIMENSION // model.hidden_size  # kernels of TensorRT compute offsets in 32 bits
+    if options.max_embeddings > most:
+        raise ConfigError(f"max_embeddings: expected at most {most}, as a tensor of TensorRT holds, got {options.max_embeddings}.")
+    if replaced is not None:
+        raise ConfigError(
+            f"operations: expected none in place of {EmbeddingOp.name} with max_embeddings, ids past the vocabulary, got {replaced}."
+        )
+
+
+def _check_draft_tree(options: BuildOptions, model: ModelConfig, variant: AttentionName, width: int) -> None:
+    """Check that a build can have an input for trees, if the caller wants it."""
+    if options.draft_tree is None:
+        return
+    if variant != "plugin":
+        raise ConfigError(f"draft_tree: expected plugin attention with it, got {variant}.")
+    if options.plugin_layers == SEGMENTS:
+        raise ConfigError(f"draft_tree: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+    why = "attention sinks" if any(mixer.sinks for mixer in model.attention_layers) else why_no_trees(model)
+    if why is not None:
+        raise ConfigError(f"draft_tree: expected a model whose engine can take trees, got {model.family} with {why}.")
+    if options.draft_tree > width:
+        raise ConfigError(f"draft_tree: expected at most max_prefill_length={width}, got {options.draft_tree}.")
 
 
 def _v_outputs(options: BuildOptions, model: ModelConfig, choice: AttentionChoice, target: BuildTarget) -> bool:

@@ -41,11 +41,19 @@ class TorchMemory:
     model: ModelConfig
     packed: Mapping[str, float]
     adapters: AdapterInputs | None = None  # ranks of the adapters next to the weights
+    on_host: frozenset[str] = frozenset()  # names of tables in host memory
     head: TorchMemory | None = None  # its draft head
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, adapters_rank: int | None = None, head: Checkpoint | None = None) -> TorchMemory:
-        """Read a checkpoint, and that of its draft head; no weights are read."""
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        adapters_rank: int | None = None,
+        has_host_table: bool = False,
+        head: Checkpoint | None = None,
+    ) -> TorchMemory:
+        """Read a checkpoint, and that of its draft head; no weights are read. ``has_host_table``: per-layer embeddings in host memory."""
         title = checkpoint.weights.format
         is_mxfp4, is_nvfp4 = _MXFP4 in title.upper(), _NVFP4 in title.upper() and _FACTORS not in title
         kinds = checkpoint.value_kinds & (_PACKED_KINDS | ({"e2m1"} if is_mxfp4 or is_nvfp4 else set()))
@@ -55,9 +63,9 @@ class TorchMemory:
         has_rows = checkpoint.config.per_layer_embedding is not None and table_blocks(checkpoint, PER_LAYER_EMBEDDING) is not None
         packed = _matrices(checkpoint.config) & names | ({PER_LAYER_EMBEDDING} if has_rows else set())
         adapters = None if adapters_rank is None else AdapterInputs.of(checkpoint.config, rank=padded_rank(adapters_rank))
-        return cls(
-            checkpoint.config, {name: checkpoint.nbytes_of(name) for name in packed}, adapters, None if head is None else cls.of(head)
-        )
+        on_host = frozenset({PER_LAYER_EMBEDDING} if has_host_table else ())
+        sizes = {name: checkpoint.nbytes_of(name) for name in packed}
+        return cls(checkpoint.config, sizes, adapters, on_host, None if head is None else cls.of(head))
 
     def rounded(self, quantize: str) -> TorchMemory:
         """Return the same model with weights rounded to ``quantize``."""
@@ -68,13 +76,13 @@ class TorchMemory:
         return replace(self, packed=sizes, head=head)
 
     def weights_nbytes(self, dtype: str) -> int:
-        """Return the bytes of weights, without those that a draft head shares; those of routers are float32. In float32 none is packed."""
+        """Return the bytes of weights on the GPU, without those that a draft head shares; routers in float32. In float32 none is packed."""
         exact, packed = exact_tensors(self.model), self.packed if dtype in ELEMENT_TYPES else {}
         return round(
             sum(
                 packed[name] * (1 + _PADDING) if name in packed else math.prod(shape) * itemsize("float32" if name in exact else dtype)
                 for name, shape in tensor_shapes(self.model).items()
-                if name not in shared_tensors(self.model)
+                if name not in self.on_host and name not in shared_tensors(self.model)
             )
         )
 

@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.builder.attention_choice import BuildTarget
 from trt_kvcache.builder.capable_gpus import have_fp4, with_capable_gpus
 from trt_kvcache.builder.checked_build import build_target, installed_tensorrt, open_checkpoint
 from trt_kvcache.builder.draft_head import open_draft_head
-from trt_kvcache.builder.estimate import BuildEstimate, PackedModel
+from trt_kvcache.builder.estimate import BYTES, BuildEstimate, PackedModel
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.builder.resolved_options import COMPUTED_FEATURES, ResolvedOptions, check_capabilities
 from trt_kvcache.builder.torch_memory import TorchMemory
@@ -26,6 +27,7 @@ from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine.step_rows import hidden_layers_of
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
+from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.features import first_missing
 from trt_kvcache.trt.module import TensorRT
 
@@ -80,14 +82,16 @@ def what_fits(
     dtype: str | None = None,
     compute_capabilities: Sequence[str] | None = None,
     adapters_rank: int | None = None,
+    per_layer_table: Literal["device", "host"] = "device",
     draft_head: str | os.PathLike[str] | None = None,
 ) -> tuple[Fit, ...]:
     """Return which formats of weights and of K and V fit into a memory, how long their sequences can be, and how many.
 
     With TensorRT a session takes the GPU memory of plan, constants, activations and cache: see :func:`~trt_kvcache.estimate_build`. As for
     a build, attention and ``v_outputs`` depend on the TensorRT that is installed, if any, and on its GPU. If TensorRT does not build the
-    model, for example one with experts, the estimate is of a session with the PyTorch engine on compute capability 8.0 or newer: weights,
-    activations, CUDA graphs and cache. Adapters are counted in both. Memory of the driver, of TensorRT and of PyTorch is not counted.
+    model, for example one with experts and head dims that plugin attention does not have, the estimate is of a session with the PyTorch
+    engine on compute capability 8.0 or newer: weights, activations, CUDA graphs and cache. Adapters are counted in both. Memory of the
+    driver, of TensorRT and of PyTorch is not counted.
 
     Parameters
     ----------
@@ -107,6 +111,9 @@ def what_fits(
     adapters_rank : int, optional
         Ranks of all LoRA adapters of a session together, in all linear layers, as for :func:`~trt_kvcache.estimate_build`. If left out,
         there are no adapters.
+    per_layer_table : {"device", "host"}
+        Place of the table of a model with per-layer embeddings. ``"host"`` is not counted, and the estimate is of a session with the
+        PyTorch engine, as TensorRT has it in the plan.
     draft_head : "mtp" or path, optional
         The draft head of the session, with its cache, and the hidden states that it reads, as for :func:`~trt_kvcache.estimate_build`. If
         left out, there is none.
@@ -133,6 +140,7 @@ def what_fits(
     ('float16', 'float16', 60736, 512)
     """
     budget = int_in_range("nbytes", nbytes, 0)
+    one_of("per_layer_table", per_layer_table, ("device", "host"))
     options = BuildOptions(dtype=dtype, compute_capabilities=compute_capabilities, adapters_rank=adapters_rank, draft_head=draft_head)
     tensorrt = installed_tensorrt(options.flavour)
     if tensorrt is not None:
@@ -140,14 +148,20 @@ def what_fits(
     with open_checkpoint(Path(model_path), None, needs_weights=False) as checkpoint:
         with_capable_gpus(options, checkpoint.value_kinds, tensorrt)  # is checked
         model, stored = checkpoint.config, checkpoint.weights
+        has_host_table = per_layer_table == "host"
+        if has_host_table and model.per_layer_embedding is None:
+            raise ConfigError(f"per_layer_table: expected device for a model without per-layer embeddings, got host for {model.family}.")
+        target = None if tensorrt is None else build_target(tensorrt, options)
         with ExitStack() as opened:
             head = None
             if options.draft_head is not None:
                 head = opened.enter_context(open_draft_head(str(options.draft_head), checkpoint.path, quantize=None))
                 hidden_layers_of(head.config, model, option=f"draft_head: {options.draft_head}")
-            is_built = all(first_missing(one, COMPUTED_FEATURES) is None for one in (model, *([head.config] if head else [])))
+            is_built = all(_builds(one, options, target) for one in (model, *([head.config] if head else [])))
             source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities), head=head)
-            in_torch = None if is_built else TorchMemory.of(checkpoint, adapters_rank=adapters_rank, head=head)
+            in_torch = None
+            if has_host_table or not is_built:
+                in_torch = TorchMemory.of(checkpoint, adapters_rank=adapters_rank, has_host_table=has_host_table, head=head)
         static = _static_kv(checkpoint)
         format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF
     if in_torch is not None:
@@ -155,7 +169,6 @@ def what_fits(
         return _fits_in_torch(in_torch, format_, (None, KV_BY_TOKEN, *static), budget, slots=max_batch_size, length=length, dtype=dtype)
     roundings = () if source.packed else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
     rounded = ((one, source.rounded(one)) for one in roundings)
-    target = None if tensorrt is None else build_target(tensorrt, options)
     sources = [(format_, source), *((one, packed) for one, packed in rounded if _exists(packed, options, tensorrt))]
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     fits = (
@@ -164,6 +177,19 @@ def what_fits(
         for quantized in (None, KV_BY_TOKEN, *static)
     )
     return tuple(fit for fit in fits if fit is not None)
+
+
+def _builds(model: ModelConfig, options: BuildOptions, target: BuildTarget | None) -> bool:
+    """Return False for a model that TensorRT's networks do not compute, or that has experts and no plugin layers that do."""
+    if first_missing(model, COMPUTED_FEATURES) is not None:
+        return False
+    if not any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers):
+        return True
+    try:
+        ResolvedOptions.of_model(options, model, target)
+    except ConfigError:
+        return False
+    return True
 
 
 def _fit(
@@ -248,7 +274,7 @@ def _fits_in_torch(
 def _exists(source: PackedModel, options: BuildOptions, tensorrt: TensorRT | None) -> bool:
     """Return whether the GPUs of a build have the types of rounded weights."""
     try:
-        with_capable_gpus(options, {packed.type for packed in source.packed.values()}, tensorrt)
+        with_capable_gpus(options, {packed.type for packed in source.packed.values()} - {BYTES}, tensorrt)
     except ConfigError:
         return False
     return True

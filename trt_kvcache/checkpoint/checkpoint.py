@@ -18,6 +18,7 @@ import numpy.typing as npt
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.checkpoint.adapters.lora_adapter import LoraAdapter
 from trt_kvcache.checkpoint.adapters.merged_weights import check_base, merged_weights, with_untied_head
+from trt_kvcache.checkpoint.assistant_files import token_clusters
 from trt_kvcache.checkpoint.eagle3_files import draft_tokens, with_shared_tensors
 from trt_kvcache.checkpoint.gguf.weights import GGUFWeights
 from trt_kvcache.checkpoint.kv_scales import LayerScales, read_kv_scales
@@ -39,6 +40,7 @@ from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 from trt_kvcache.model.families.eagle3 import HEAD_FAMILY, TOKEN_OFFSETS, read_eagle3_config
 from trt_kvcache.model.families.family import DRAFT_HEADS, Family
+from trt_kvcache.model.families.gemma4_assistant import TOKEN_ORDERING, read_assistant_config
 from trt_kvcache.model.families.registry import FAMILIES, read_config, read_mtp_config, states_dtype
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, looked_up_tensors, merge_names, tensor_shapes
@@ -95,6 +97,8 @@ class Checkpoint:
         The merged adapter.
     draft_tokens : ndarray (num_logits,) int64, or None
         Token ids of the logits of an EAGLE-3 head, all different; None where logits are of all token ids.
+    token_clusters : ndarray (clusters, n) int64, or None
+        Token ids of each cluster of an assistant; None for other models, and without clusters.
 
     Examples
     --------
@@ -125,6 +129,7 @@ class Checkpoint:
         self._merged = {} if adapter is None else merged_weights(adapter, config, files)
         self._files: Mapping[str, WeightFile] | None = files
         self.draft_tokens: npt.NDArray[np.int64] | None = None
+        self.token_clusters: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def open(
@@ -180,8 +185,8 @@ class Checkpoint:
         Returns
         -------
         Checkpoint
-            A model of one layer: ``mtp.layers.0`` is ``model.layers.0``, ``mtp.norm`` the final norm, and embedding and head are those
-            of the model. Its :attr:`ModelConfig.merge_norm` is set, for ``mtp.fc`` and the norms of its input.
+            A model of one layer, or of one or two of Nemotron-H: ``mtp.layers.0`` is ``model.layers.0``, ``mtp.norm`` the final norm, and
+            embedding and head are those of the model. Its :attr:`ModelConfig.merge_norm` is set, for ``mtp.fc`` and the norms of its input.
 
         Raises
         ------
@@ -246,6 +251,54 @@ class Checkpoint:
         return _read_config(Path(path), read_eagle3_config)[0]
 
     @classmethod
+    def open_assistant(cls, path: str | Path) -> Checkpoint:
+        """Open the folder of an assistant and check it.
+
+        Parameters
+        ----------
+        path : path
+            A folder with ``config.json`` and ``model.safetensors`` (or shards and their index).
+
+        Returns
+        -------
+        Checkpoint
+            A model whose layers read K and V of another model: see :attr:`ModelConfig.assistant_input`. ``token_clusters`` are the token
+            ids by cluster. Its embedding is its language model head alone.
+
+        Raises
+        ------
+        CheckpointError
+            The folder has another model, or an assistant that is not supported. Or as for :meth:`open`.
+
+        Warns
+        -----
+        UserWarning
+            As for :meth:`open`.
+        """
+        return cls._open(Path(path), None, None, read_assistant_config, lambda family: family)
+
+    @staticmethod
+    def read_assistant_config(path: str | Path) -> ModelConfig:
+        """Return the assistant that ``config.json`` of a folder describes, without opening its weights.
+
+        Parameters
+        ----------
+        path : path
+            The folder.
+
+        Returns
+        -------
+        ModelConfig
+            As for :meth:`open_assistant`.
+
+        Raises
+        ------
+        CheckpointError
+            There is no folder, or its ``config.json`` is damaged or not supported.
+        """
+        return _read_config(Path(path), read_assistant_config)[0]
+
+    @classmethod
     def _open(
         cls,
         folder: Path,
@@ -260,6 +313,7 @@ class Checkpoint:
         family = names_of(FAMILIES[config.family])
         files = split_experts(config, family_names(open_weight_files(folder, family), family, folder), folder)
         offsets = files.pop(TOKEN_OFFSETS, None) if config.eagle3_input is not None else None
+        ordering = files.pop(TOKEN_ORDERING, None) if config.assistant_input is not None else None
         config = with_shared_tensors(config, files, folder)
         gguf = next((file for file in files.values() if isinstance(file, GGUFWeights)), None)
         if gguf is not None:
@@ -276,6 +330,7 @@ class Checkpoint:
         rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
         checkpoint = cls(folder, config, files, {**quantized, **rounded}, None if format_ is None else format_.kv_dtype, lora)
         checkpoint.draft_tokens = draft_tokens(config, offsets, folder)
+        checkpoint.token_clusters = token_clusters(config, ordering, folder)
         if source.name == CONFIG_FILE:  # config.json states a dtype; the metadata of GGUF does not
             kept = quantized.keys() | exact_tensors(config)
             converted = [name for name in checkpoint.tensor_names if name not in kept]

@@ -17,10 +17,13 @@ from trt_kvcache.errors import CheckpointError
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import (
+    CENTROIDS,
     HEAD,
     PER_LAYER_EMBEDDING,
     PER_LAYER_NORM,
     PER_LAYER_PROJECTION,
+    POST_PROJECTION,
+    PRE_PROJECTION,
     final_norm_bias_name,
     merge_names,
 )
@@ -153,6 +156,15 @@ class MergeWeights(Generic[ArrayT]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AssistantWeights(Generic[ArrayT]):
+    """Linear maps into and out of an assistant, and the centroids ``[clusters, hidden]`` of its token ids or None."""
+
+    pre_projection: ArrayT
+    post_projection: ArrayT
+    centroids: ArrayT | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PerLayerWeights(Generic[ArrayT]):
     """The per-layer embedding ``[vocab, layers * size]``, the projection to it, and the norm of that."""
 
@@ -163,13 +175,17 @@ class PerLayerWeights(Generic[ArrayT]):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderWeights(Generic[ArrayT]):
-    """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one array where they are tied."""
+    """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one array where they are tied.
+
+    An assistant in an engine has the embedding of its model, which is wider than its head.
+    """
 
     embedding: ArrayT
     layers: tuple[DecoderLayerWeights[ArrayT], ...]
     final_norm: NormWeights[ArrayT]
     head: ArrayT
     merge: MergeWeights[ArrayT] | None = None
+    assistant: AssistantWeights[ArrayT] | None = None
     per_layer: PerLayerWeights[ArrayT] | None = None
 
 
@@ -190,6 +206,7 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
         final_norm=final_norm,
         head=head,
         merge=merge_weights(config, tensor),
+        assistant=assistant_weights(config, tensor),
         per_layer=per_layer_weights(config, tensor),
     )
 
@@ -198,6 +215,15 @@ def merge_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Merge
     """Collect the weights of the input of a draft head; None for a model that reads tokens alone."""
     names = merge_names(config)
     return None if names is None else MergeWeights(*map(tensor, names))
+
+
+def assistant_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> AssistantWeights[ArrayT] | None:
+    """Collect the weights around the layers of an assistant; None for another model."""
+    own = config.assistant_input
+    if own is None:
+        return None
+    centroids = None if own.clusters is None else tensor(CENTROIDS)
+    return AssistantWeights(pre_projection=tensor(PRE_PROJECTION), post_projection=tensor(POST_PROJECTION), centroids=centroids)
 
 
 def per_layer_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> PerLayerWeights[ArrayT] | None:

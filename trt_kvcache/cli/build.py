@@ -38,6 +38,7 @@ from trt_kvcache.engine.attention_variants import AUTO, AttentionSetting
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, KVCacheError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice, PluginLayersChoice
 
 _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take a minute. Press Ctrl-C again to end it at once."
@@ -128,6 +129,22 @@ class BuildFlags:
             help="With --adapters-rank: a linear layer that adapters may change, such as q_proj. Can be given several times. Default: all.",
         ),
     ] = None
+    max_embeddings: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="ROWS", help="Make an input for rows in place of rows of the embedding, such as the features of an image."
+        ),
+    ] = 0
+    draft_tree: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            max=MAX_TREE_TOKENS,
+            metavar="N",
+            help="Make an input for trees of draft tokens, for --draft-tree of other commands: most tokens of a tree. "
+            "Default: chains only.",
+        ),
+    ] = None
     draft_head: Annotated[
         str | None,
         typer.Option(
@@ -201,12 +218,14 @@ def print_build_sizes(estimate: BuildEstimate) -> None:
     adapters = {"adapters": estimate.adapters_nbytes} if estimate.adapters_nbytes else {}
     head = estimate.draft_head
     drafts = {} if head is None else {"hidden states": estimate.hidden_states_nbytes, "draft head": head.device_nbytes}
+    rows_of_prompts = {"rows of prompts": estimate.embeddings_nbytes} if estimate.embeddings_nbytes else {}
     sizes = {
         "weights": estimate.weights_nbytes,
         "plan: weights and kernels": estimate.plan_nbytes,
         **constants,
         "cache": estimate.cache_nbytes,
         **adapters,
+        **rows_of_prompts,
         "activations and logits": estimate.activations_nbytes,
         **drafts,
         "GPU, in all": estimate.device_nbytes,

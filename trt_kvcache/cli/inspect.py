@@ -19,6 +19,7 @@ from trt_kvcache.engine.protocol import TensorMode, TensorSpec
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE
 from trt_kvcache.engine_folder.inspection import EngineInspection, inspect_engine
 from trt_kvcache.engine_folder.records import SegmentsRecord
+from trt_kvcache.model import RoutedMlpConfig
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.plan_inspection import PlanInspection, inspect_plan
 
@@ -48,7 +49,8 @@ def inspect(
         put_json({**as_json(found), "doctor": None if verdict is None else verdict._asdict()})
         return
     _print_head(found)
-    _print_tensors((*found.tensors, *found.adapter_tensors, *found.hidden_tensors, *found.v_outputs), every_tensor=tensors)
+    inputs = (*found.adapter_tensors, *found.embedding_tensors, *found.tree_tensors)
+    _print_tensors((*found.tensors, *inputs, *found.hidden_tensors, *found.v_outputs), every_tensor=tensors)
     _print_profiles(found)
     _print_attention(found)
     if found.segments is not None:
@@ -89,10 +91,17 @@ def _print_head(found: EngineInspection) -> None:
     say(f"cache: {count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {stored}, {', '.join(kinds)}")
     say(f"built by: {found.tensorrt_flavour} {found.tensorrt_version}; compute capabilities: {targets}")
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
+    experts = sum(isinstance(layer.mlp, RoutedMlpConfig) for layer in found.model.layers)
+    if experts:
+        say(f"experts: plugin layers of {count(experts, 'layer')}, which run in Python")
     if checkpoint.adapter:
         say(f"merged adapter: {checkpoint.adapter}, fingerprint {checkpoint.adapter_fingerprint[:16]}")
     if found.adapters is not None:
         say(f"inputs for adapters: {found.adapters.rank} ranks in all, of {', '.join(found.adapters.modules)}")
+    if found.max_embeddings:
+        say(f"input for rows in place of rows of the embedding: {found.max_embeddings}")
+    if found.draft_tree is not None:
+        say(f"takes trees of draft tokens: of up to {found.draft_tree} tokens for each slot")
     head = found.draft_head
     if head is not None:
         kind = "MTP" if head.model.merge_norm is not None else "EAGLE-3"
@@ -189,6 +198,8 @@ def _print_sizes(found: EngineInspection) -> None:
         sizes["V outputs of all layers"] = found.v_outputs_nbytes
     if found.adapters is not None:
         sizes["adapters, of all ranks"] = found.adapters_nbytes
+    if found.max_embeddings:
+        sizes["rows in place of rows of the embedding"] = found.embeddings_nbytes
     if found.draft_head is not None:
         sizes["plan of the draft head"] = found.draft_head.plan_nbytes
         sizes["cache of the draft head"] = found.draft_head.memory.nbytes

@@ -27,6 +27,7 @@ from trt_kvcache.cli.option_groups import Json, WrongUsage, choice, logits_per_s
 from trt_kvcache.cli.session_flags import (
     DRAFT_HEAD_HELP,
     MAX_SEQUENCE_LENGTH_HELP,
+    PER_LAYER_TABLE_HELP,
     QUANTIZE_HELP,
     located,
     located_draft_head,
@@ -39,7 +40,7 @@ from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.model.parameter_counts import ParameterCounts
-from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice
+from trt_kvcache.session.session_options import KVDTypeChoice, KVScalesChoice, PerLayerTableChoice
 
 _GIB = 2**30
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -108,6 +109,10 @@ def memory(
             min=1, metavar="N", help="With --engine or --fit: ranks of all LoRA adapters of a session together, to be counted too."
         ),
     ] = None,
+    per_layer_table: Annotated[
+        PerLayerTableChoice,
+        choice(PerLayerTableChoice, "--per-layer-table", help=f"With --fit. {PER_LAYER_TABLE_HELP}"),
+    ] = "device",
     draft_head: Annotated[str | None, typer.Option(metavar="mtp|HEAD", help=f"With --engine or --fit. {DRAFT_HEAD_HELP}")] = None,
     fit: Annotated[
         str | None,
@@ -128,6 +133,8 @@ def memory(
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--compute-capability")
     if adapters_rank is not None and not engine and fit is None:
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--adapters-rank")
+    if per_layer_table != "device" and fit is None:
+        raise typer.BadParameter("expected --fit with it, got none.", param_hint="--per-layer-table")
     if draft_head is not None and not engine and fit is None:
         raise typer.BadParameter("expected --engine or --fit with it, got neither.", param_hint="--draft-head")
     if max_logits_per_slot is not None and not engine:
@@ -162,7 +169,8 @@ def memory(
     head = {"draft_head": located_draft_head(draft_head)}
     both = {"compute_capabilities": compute_capability or None, "adapters_rank": adapters_rank, **head}
     build = _build_estimate(folder, config, **asked, **both, kv_dtype=stored, kv_scales=kv_scales) if engine else None
-    fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length, **both)
+    placed = {**both, "per_layer_table": per_layer_table}
+    fitting = None if memory_nbytes is None else _fits(folder, memory_nbytes, config, max_sequence_length, **placed)
     if json:
         extra = {} if build is None else {"build": as_json(build)}
         fits = {} if gib is None else _what_fits(config, gib, positions)
@@ -184,7 +192,8 @@ def memory(
     if gib is not None:
         _print_what_fits(config, gib, positions)
     if fitting is not None and memory_nbytes is not None:
-        _print_fits(fitting, memory_nbytes, config, max_sequence_length)
+        of_engine = "with PyTorch, and the table of per-layer embeddings in host memory"
+        _print_fits(fitting, memory_nbytes, config, max_sequence_length, None if per_layer_table == "device" else of_engine)
 
 
 def _parameters(model: ModelConfig | None) -> ParameterCounts | None:
@@ -243,12 +252,13 @@ def _fits(folder: Path | None, nbytes: int, config: DecoderCacheConfig, length: 
         return what_fits(path, nbytes, max_batch_size=config.max_batch_size, max_sequence_length=length, dtype=dtype, **asked)
 
 
-def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, length: int | None) -> None:
-    """Print a row for each format of weights, and of K and V."""
+def _print_fits(fits: Sequence[Fit], nbytes: int, config: DecoderCacheConfig, length: int | None, of_engine: str | None) -> None:
+    """Print a row for each format of weights, and of K and V. ``of_engine``: the engine in words, if the caller chose it."""
     slots = f"tokens of {count(config.max_batch_size, 'slot')}"
     batch = f"slots of {length or min(config.max_sequence_length, DEFAULT_MAX_SEQUENCE_LENGTH)} tokens"
     numbers = ("weights take", slots, batch)
-    engine = "with PyTorch, since TensorRT does not build this model" if fits and fits[0].engine == "torch" else "as an engine"
+    without = "with PyTorch, since TensorRT does not build this model"
+    engine = of_engine or (without if fits and fits[0].engine == "torch" else "as an engine")
     rows = table("weights", "K and V", *numbers, numbers=numbers, title=f"In {size(nbytes)} of a GPU ({nbytes} B), {engine} (estimate)")
     remarks: dict[str, int] = {}
     for index, one in enumerate(fits):

@@ -25,6 +25,7 @@ from trt_kvcache.session.session_options import (
     EngineChoice,
     KVDTypeChoice,
     KVScalesChoice,
+    PerLayerTableChoice,
     PluginLayersChoice,
 )
 from trt_kvcache.session.session_source import SessionSource
@@ -54,6 +55,11 @@ ADAPTERS_HELP = (
 DRAFT_HEAD_HELP = (
     "Count a draft head too: mtp for the multi-token prediction head in the model folder, or the folder of an EAGLE-3 head, or its id of "
     "the Hugging Face Hub. Default: none."
+)
+
+PER_LAYER_TABLE_HELP = (
+    "Place of the table of per-layer embeddings (Gemma 4 E2B and E4B): GPU memory, or pinned host memory, of which PyTorch on a GPU reads "
+    "the rows of each step."
 )
 
 KV_DTYPE_HELP = "Quantize K and V to 8 bits, with plugin attention. Default: --dtype."
@@ -101,9 +107,9 @@ DraftOption = Annotated[
     typer.Option(
         metavar="ngram|mtp|MODEL",
         help="Speculative decoding: verify several proposed tokens in one step. The answers stay the same. ngram: prompt lookup, for "
-        "answers that repeat parts of the prompt. mtp: the multi-token prediction head in a model folder of Qwen3-Next or Qwen3.5. "
-        "MODEL: drafts of a small model with the same tokenizer, or of an EAGLE-3 head. An engine folder needs a build with "
-        "--max-logits-per-slot 17, or with --draft-head for mtp or an EAGLE-3 head.",
+        "answers that repeat parts of the prompt. mtp: the multi-token prediction head in a model folder of Qwen3-Next, Qwen3.5 or "
+        "Nemotron-H. MODEL: drafts of a small model with the same tokenizer, of an EAGLE-3 head or of a Gemma 4 assistant. An engine "
+        "folder needs a build with --max-logits-per-slot 17, or with --draft-head for mtp or an EAGLE-3 head.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -129,6 +135,10 @@ PrefillChunk = Annotated[
     ),
 ]
 CudaGraphs = Annotated[bool, typer.Option(help="Replay decode steps of a TensorRT engine as CUDA graphs.", rich_help_panel=_PANEL)]
+PerLayerTable = Annotated[
+    PerLayerTableChoice,
+    choice(PerLayerTableChoice, "--per-layer-table", help=PER_LAYER_TABLE_HELP, rich_help_panel=_PANEL),
+]
 MaxBatchSize = Annotated[
     int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=MODEL_PANEL)
 ]
@@ -165,6 +175,7 @@ class SessionFlags:
     engine: EngineOption = "auto"
     flavour: FlavourOption = "auto"
     cuda_graphs: CudaGraphs = True
+    per_layer_table: PerLayerTable = "device"
     max_batch_size: MaxBatchSize = None
     max_sequence_length: MaxSequenceLength = None
     dtype: DTypeOption = None
@@ -189,6 +200,7 @@ class SessionFlags:
             engine=self.engine,
             flavour=self.flavour,
             cuda_graphs=self.cuda_graphs,
+            per_layer_table=self.per_layer_table,
             prompt_cache_bytes=prompt_cache_bytes,
             max_batch_size=max_batch_size,
             max_sequence_length=self.max_sequence_length,

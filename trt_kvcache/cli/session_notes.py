@@ -44,6 +44,7 @@ def session_document(session: InferenceSession) -> dict[str, Any]:
         "prefill_tokens_per_second": stats.prefill_tokens_per_second,
         "decode_tokens_per_second": stats.decode_tokens_per_second,
         "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
     }
     return {
         "engine": type(session.engine).__name__,

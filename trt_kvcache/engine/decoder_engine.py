@@ -67,6 +67,8 @@ class DecoderEngine(BoundEngine):
         self._kv = kv
         self._dtype = computed
         self._names = names
+        #: Variant of attention, and with it the layout of K and V.
+        self.attention: AttentionName = attention
         self.memory = memory
         tensors = decoder_tensors(model, kv, names, max_logits_per_slot=wanted)
         self.tensors = MappingProxyType({spec.name: spec for spec in tensors})
@@ -92,7 +94,7 @@ class DecoderEngine(BoundEngine):
         self.ancestors: StepAncestors | None = None
         with ExitStack() as undo:
             undo.callback(self._close_rows)
-            self.hidden_states = self._step_rows(tokens, rows_width(hidden_layers, model.hidden_size))
+            self.hidden_states = self._step_rows(tokens, rows_width(hidden_layers, model))
             self.hidden_inputs = self._step_rows(tokens, model.hidden_inputs_width)
             if capacity:
                 sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
@@ -113,7 +115,7 @@ class DecoderEngine(BoundEngine):
         max_logits_per_slot: int = 1,
         hidden_layers: HiddenLayers,
     ) -> DecoderEngine:
-        """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share.
+        """Return an engine of a draft head or an assistant of the model, in the same memory and dtype, with the tensors that they share.
 
         From then on, this engine reduces its hidden states with the projection of an EAGLE-3 head.
         """
@@ -134,8 +136,9 @@ class DecoderEngine(BoundEngine):
     def _check_head(self, head: ModelConfig) -> None:
         """Refuse a draft head that reads other hidden states than this engine returns, and a second EAGLE-3 head."""
         own, size = head.eagle3_input, self._config.hidden_size
-        if own is not None and own.state_size != size:
-            raise ConfigError(f"draft head: expected one for the hidden size {size} of the model, got one for {own.state_size}.")
+        for reader in (own, head.assistant_input):
+            if reader is not None and reader.state_size != size:
+                raise ConfigError(f"draft head: expected one for the hidden size {size} of the model, got one for {reader.state_size}.")
         expected = ReducedLayers.of_head(head, self._config.num_layers) or "final_norm"
         if self._returned_states != expected:
             raise ConfigError(f"hidden_layers: expected {expected!r}, which the draft head reads, got {self._returned_states!r}.")

@@ -48,17 +48,19 @@ def default_logits_per_slot(model: ModelConfig, *, max_batch_size: int, max_pref
     return min(max(fitting, 2), _DEFAULT_LOGITS_PER_SLOT, max_prefill_length)
 
 
-def decoder_profiles(*, max_batch_size: int, max_prefill_length: int, max_logits_per_slot: int = 1) -> tuple[EngineProfile, ...]:
+def decoder_profiles(
+    *, max_batch_size: int, max_prefill_length: int, max_logits_per_slot: int = 1, draft_tree: int | None = None
+) -> tuple[EngineProfile, ...]:
     """Return the optimisation profiles: prefill, decode, and verify if the logits of more than one token per slot are wanted.
 
-    Verify takes up to 17 new tokens, for speculative decoding; it is left out where it would equal prefill.
+    Verify takes up to 17 new tokens, or the ``draft_tree`` tokens of a tree; it is left out where it would equal prefill.
     """
     profile = partial(EngineProfile, min_batch=MIN_BATCH_SIZE, min_width=1)
     profiles = (
         profile(name="prefill", max_batch=max_batch_size, max_width=max_prefill_length, max_logits=max_logits_per_slot),
         profile(name="decode", max_batch=max(2, max_batch_size), max_width=1),
     )
-    width = min(VERIFY_WIDTH, max_logits_per_slot)
+    width = min(max(VERIFY_WIDTH, draft_tree or 0), max_logits_per_slot)
     if not 1 < width < max_prefill_length:
         return profiles
     return (*profiles, profile(name="verify", max_batch=max_batch_size, max_width=width, max_logits=width))

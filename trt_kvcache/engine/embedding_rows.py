@@ -9,10 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, ShapeError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model.model_config import ModelConfig
+
+#: Input ``[capacity, hidden]`` of a TensorRT engine: row i is that of token id ``vocab_size + i``. Its address and its shape never change.
+EMBEDDING_ROWS = "embedding_rows"
+
+
+def embedding_tensors(model: ModelConfig, capacity: int, dtype: str) -> tuple[TensorSpec, ...]:
+    """Return the input for rows in place of rows of the embedding; none for a capacity of 0."""
+    return (TensorSpec.input(EMBEDDING_ROWS, (capacity, model.hidden_size), dtype),) if capacity else ()
 
 
 def finite_rows(name: str, rows: npt.ArrayLike, width: int, *, dtype: str) -> npt.NDArray[Any]:

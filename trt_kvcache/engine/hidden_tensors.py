@@ -30,7 +30,7 @@ def hidden_tensors(
     model: ModelConfig, hidden_layers: HiddenLayers | None, profiles: Sequence[EngineProfile], dtype: str
 ) -> tuple[TensorSpec, ...]:
     """Return the tensors of hidden states of an engine, inputs first; none of an engine without."""
-    read, returned = model.hidden_inputs_width, rows_width(hidden_layers, model.hidden_size)
+    read, returned = model.hidden_inputs_width, rows_width(hidden_layers, model)
     inputs = [TensorSpec.input(HIDDEN_INPUTS, (most_tokens(profiles), read), dtype)] if read else []
     outputs = [TensorSpec.output(HIDDEN_STATES, (-1, -1, returned), dtype)] if returned else []
     return (*inputs, *outputs)
@@ -49,7 +49,7 @@ def hidden_states_nbytes(
 
     The head reads those of an enqueue and returns its own, and has one of each slot.
     """
-    returned = head.hidden_size if head.eagle3_input is not None else model.hidden_size
+    returned = head.hidden_size if head.eagle3_input is not None else model.state_size
     rows = slots * (max_sequence_length + max_prefill_length)
     of_head = slots * (2 * min(max_prefill_length, head.max_position_embeddings) + 1)
     return (rows * returned + of_head * head.hidden_size) * itemsize(dtype)

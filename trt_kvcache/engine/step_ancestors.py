@@ -7,10 +7,34 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import ModelConfig
+
+#: Input int32 ``[slots, 64, 2]`` of a TensorRT engine that takes trees: memory of :class:`StepAncestors`, each token as two words.
+ANCESTORS = "ancestors"
+
+#: Values of int32 in a token of :data:`ANCESTORS`: TensorRT has no int64 of plugins in older releases.
+WORDS_PER_TOKEN = 2
+
+
+def ancestors_input(slots: int) -> TensorSpec:
+    """Return the input of an engine that takes trees, of at most this many slots. Of an enqueue the first ``A * s`` tokens count."""
+    return TensorSpec.input(ANCESTORS, (slots, MAX_TREE_TOKENS, WORDS_PER_TOKEN), "int32")
+
+
+def why_no_trees(model: ModelConfig) -> str | None:
+    """Return why no TensorRT engine of a model takes trees, or None."""
+    if model.recurrent_layers:
+        return "recurrent states"
+    if any(mixer.rotates_before_norm for mixer in model.attention_layers):
+        return "RoPE before the norms of q and k, which the network applies by the positions of a chain"
+    if any(mixer.query_scaling is not None for mixer in model.attention_layers):
+        return "queries that are scaled by position, which the network takes from a chain"
+    return None
 
 
 class StepAncestors:
@@ -19,25 +43,37 @@ class StepAncestors:
     # A token has the position of the root plus the number of its ancestors. Of the new tokens it attends to its ancestors and itself. K and
     # V are stored in the order of the tokens.
 
-    def __init__(self, memory: Memory, *, max_slots: int) -> None:
-        self._memory = memory
+    def __init__(self, memory: Memory, *, max_slots: int, is_input: bool = False) -> None:
+        """``is_input``: the engine reads it in each enqueue of at most 64 tokens in a slot, so for chains all bits are set."""
+        self._memory, self._is_input = memory, is_input
         shape = (max_slots * MAX_TREE_TOKENS,)
         self._staging = memory.staging(shape, "int64")
         stream = memory.create_stream()
         self._allocation = memory.allocate(dense_nbytes(shape, "int64"), zeroed=True, stream=stream)
-        memory.synchronize(stream)
         self._table = DeviceTensor(self._allocation, shape=shape, dtype="int64")
-        #: True if the next enqueue runs trees; otherwise its tokens are chains, and nothing here is read.
+        #: True if the next enqueue runs trees, or may find some; otherwise its tokens are chains.
         self.in_use = False
+        if is_input:
+            self.write(None, 0, stream=stream)
+        memory.synchronize(stream)
 
     def of_step(self, slots: int, width: int) -> DeviceTensor:
         """Return the tokens of an enqueue of ``width`` tokens in each slot, at most ``MAX_TREE_TOKENS``."""
         return self._table[: slots * width].reshape(slots, width)
 
+    @property
+    def address(self) -> int:
+        """Address of the first token."""
+        return self._table.ptr
+
     def write(self, parents: Sequence[Sequence[int]] | None, width: int, *, stream: Any) -> None:
         """Set the parents of the tokens of each slot, -1 for a root; None for chains. The last write must be done."""
-        self.in_use = False
+        self.in_use = self._is_input  # if it fails, the trees of the last write are still there
         if parents is None:
+            if self._is_input:
+                self._staging[...] = -1
+                self._memory.upload(self._table, self._staging, stream=stream)
+            self.in_use = False
             return
         count = len(parents) * width
         staged = self._staging[:count].view(np.uint64).reshape(len(parents), width)

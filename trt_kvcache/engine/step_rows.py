@@ -26,8 +26,8 @@ class ReducedLayers:
         return None if own is None else cls(own.layers_of(num_layers), head.hidden_size)
 
 
-#: Hidden states that an engine returns with the logits: the output of the final norm, or the residual stream before each of some layers, by
-#: index, side by side or reduced. The number of layers stands for the end of the residual stream.
+#: Hidden states that an engine returns with the logits: the output of the final norm (of an assistant, its projection), or the residual
+#: stream before each of some layers, by index, side by side or reduced. The number of layers stands for the end of the residual stream.
 HiddenLayers = Literal["final_norm"] | tuple[int, ...] | ReducedLayers
 
 
@@ -36,23 +36,25 @@ def hidden_layers_of(head: ModelConfig, model: ModelConfig, *, option: str) -> H
     own = head.eagle3_input
     if own is None:
         return "final_norm"
-    for name, expected, given in (
-        ("hidden size", model.hidden_size, own.state_size),
-        ("vocabulary of", model.vocab_size, head.vocab_size),
-    ):
-        if given != expected:
-            raise ConfigError(f"{option}: expected an EAGLE-3 head for the {name} {expected} of the model, got one for {given}.")
+    check_sizes(option, "an EAGLE-3 head", model, own.state_size, head.vocab_size)
     if (own.shares_embedding or own.shares_head) and head.hidden_size != model.hidden_size:
         lacking = "embedding" if own.shares_embedding else "language model head"
         raise ConfigError(f"{option}: expected an {lacking} of width {head.hidden_size} in the files of the head, got none.")
     return ReducedLayers(own.layers_of(model.num_layers), head.hidden_size)
 
 
-def rows_width(hidden_layers: HiddenLayers | None, hidden_size: int) -> int:
+def check_sizes(option: str, what: str, model: ModelConfig, state_size: int, vocab_size: int) -> None:
+    """Refuse a head for another hidden size or another vocabulary than those of a model. Raises ConfigError about ``option``."""
+    for name, expected, given in (("hidden size", model.hidden_size, state_size), ("vocabulary of", model.vocab_size, vocab_size)):
+        if given != expected:
+            raise ConfigError(f"{option}: expected {what} for the {name} {expected} of the model, got one for {given}.")
+
+
+def rows_width(hidden_layers: HiddenLayers | None, model: ModelConfig) -> int:
     """Return the elements of the hidden states that an engine returns of a token; 0 for none."""
     if isinstance(hidden_layers, ReducedLayers):
         return hidden_layers.width
-    return hidden_size * (1 if hidden_layers == "final_norm" else len(hidden_layers or ()))
+    return model.state_size if hidden_layers == "final_norm" else model.hidden_size * len(hidden_layers or ())
 
 
 class StepRows:

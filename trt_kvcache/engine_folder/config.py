@@ -9,12 +9,16 @@ from trt_kvcache._version import __version__
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.hidden_tensors import hidden_tensors, to_plain
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine.step_ancestors import ancestors_input
 from trt_kvcache.engine.step_rows import HiddenLayers
+from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_to_dict
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.ops.segments import Stage
 
 #: The format of ``config.json`` that this package writes and reads.
 FORMAT = 8
@@ -42,6 +46,8 @@ class EngineFolderConfig:
     plugin_library: FileRecord | None = None  # that the plan carries
     v_outputs: tuple[TensorSpec, ...] = ()  # further outputs, which nobody reads
     adapters: AdapterInputs | None = None  # further inputs, for adapters that a session exchanges
+    max_embeddings: int = 0  # rows of a further input, in place of rows of the embedding
+    draft_tree: int | None = None  # most tokens of a tree, of an engine with a further input for trees of draft tokens
     hidden_layers: HiddenLayers | None = None  # hidden states that it returns, of each token
     draft_head: str = ""  # fingerprint of the draft head that reads them, whose engine is in the folder too; empty for none
     package_version: str = __version__  # at the build
@@ -67,6 +73,21 @@ class EngineFolderConfig:
         if self.adapters is None:
             return ()
         return self.adapters.tensors(self.model, slots=most_slots(self.profiles), dtype=self.dtype)
+
+    @property
+    def embedding_tensors(self) -> tuple[TensorSpec, ...]:
+        """The input for rows in place of rows of the embedding; none of an engine without."""
+        return embedding_tensors(self.model, self.max_embeddings, self.dtype)
+
+    def stages_of_model(self) -> tuple[Stage, ...]:
+        """Return the stages of an engine in segments of this model, with the operations of this package."""
+        sizes = {"max_logits_per_slot": self.max_logits_per_slot, "max_embeddings": self.max_embeddings}
+        return decoder_stages(self.model, self.cache, self.names, **sizes, dtype=self.dtype)
+
+    @property
+    def tree_tensors(self) -> tuple[TensorSpec, ...]:
+        """The input for trees of draft tokens; none of an engine without."""
+        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
 
     @property
     def hidden_tensors(self) -> tuple[TensorSpec, ...]:
@@ -102,6 +123,8 @@ class EngineFolderConfig:
             "tensors": list(map(tensor_to_dict, self.tensors)),
             "v_outputs": list(map(tensor_to_dict, self.v_outputs)),
             "adapters": None if self.adapters is None else {"rank": self.adapters.rank, "modules": list(self.adapters.modules)},
+            "max_embeddings": self.max_embeddings,
+            "draft_tree": self.draft_tree,
             "hidden_layers": to_plain(self.hidden_layers),
             "draft_head": self.draft_head,
         }

@@ -18,6 +18,7 @@ from trt_kvcache.engine_folder.config import FORMAT, EngineFolderConfig
 from trt_kvcache.engine_folder.consistency import check_consistency
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_from_dict
 from trt_kvcache.errors import EngineError, KVCacheError
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.model import ModelConfig
 
 _Record = TypeVar("_Record")
@@ -49,6 +50,8 @@ def read_config(data: Mapping[str, Any]) -> EngineFolderConfig:
             plugin_library=None if library is None else _record(FileRecord, "plugin_library", library),
             v_outputs=tuple(map(tensor_from_dict, v_outputs)),
             adapters=_adapters(data.get("adapters")),  # nor inputs for adapters
+            max_embeddings=_typed("max_embeddings", data.get("max_embeddings", 0), int, low=0),  # nor for rows
+            draft_tree=_draft_tree(data.get("draft_tree")),  # or for trees
             hidden_layers=from_plain(data.get("hidden_layers"), model),  # nor hidden states
             draft_head=_typed("draft_head", data.get("draft_head", ""), str),
             package_version=_typed("producer.version", data["producer"]["version"], str),
@@ -78,6 +81,11 @@ def _adapters(data: Any) -> AdapterInputs | None:
         return None
     fields = {**_typed("adapters", data, dict)}
     return AdapterInputs(**{**fields, "modules": _texts("adapters.modules", fields["modules"])})
+
+
+def _draft_tree(data: Any) -> int | None:
+    """Read the most tokens of a tree. The model is checked later."""
+    return None if data is None else int_in_range("draft_tree", data, 2, MAX_TREE_TOKENS, error=EngineError)
 
 
 def _typed(field: str, value: Any, kind: type, *, low: int = 1) -> Any:

@@ -15,8 +15,8 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.engine.step_ancestors import why_no_trees
 from trt_kvcache.engine_folder.config import EngineFolderConfig
-from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.segments import can_replace
@@ -65,6 +65,9 @@ def check_consistency(config: EngineFolderConfig) -> None:
     _check_segments(config)
     _check_v_outputs(config)
     _check_adapters(config)
+    if config.max_embeddings and config.model.per_layer_embedding is not None:
+        raise EngineError(f"max_embeddings: expected 0 for a model with per-layer embeddings, got {config.max_embeddings}.")
+    _check_draft_tree(config)
     _check_hidden_states(config)
 
 
@@ -115,13 +118,28 @@ def _check_hidden_states(config: EngineFolderConfig) -> None:
         raise EngineError(f"hidden_layers: expected none with segments, got {config.hidden_layers}.")
 
 
+def _check_draft_tree(config: EngineFolderConfig) -> None:
+    """Check that the engine can have the input for trees, and returns the logits of all tokens of a tree."""
+    if config.draft_tree is None:
+        return
+    why = why_no_trees(config.model)
+    if config.attention_variant != "plugin" or config.segments is not None or config.plugin_library is not None:
+        why = "segments" if config.segments else "a plugin library" if config.plugin_library else f"{config.attention_variant} attention"
+    if why is not None:
+        raise EngineError(f"draft_tree: expected none with {why}, got {config.draft_tree}.")
+    if config.draft_tree > config.max_logits_per_slot:
+        raise EngineError(
+            f"draft_tree: expected at most {config.max_logits_per_slot}, the logits of a slot in profiles, got {config.draft_tree}."
+        )
+
+
 def _check_segments(config: EngineFolderConfig) -> None:
     """Check that the stages are the stages of the model, and that the plans fill the file of plans."""
     if config.segments is None:
         return
     if (config.attention_variant, config.tensorrt_flavour) != ("plugin", "tensorrt_rtx"):
         raise EngineError(f"segments: expected none of {config.tensorrt_flavour} and {config.attention_variant} attention, got some.")
-    stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot, dtype=config.dtype)
+    stages = config.stages_of_model()
     if len(stages) != len(config.segments.stages):
         raise EngineError(f"segments.steps: expected {len(stages)} for this model and kv_cache, got {len(config.segments.stages)}.")
     for index, (wanted, got) in enumerate(zip(stages, config.segments.stages, strict=True)):
@@ -162,7 +180,9 @@ def _check_profiles(config: EngineFolderConfig) -> None:
     first = config.profiles[0]
     width = int_in_range("profiles[0].max_width", first.max_width, 1, config.cache.max_sequence_length, error=EngineError)
     logits = int_in_range("profiles[0].max_logits", first.max_logits, 1, width, error=EngineError)
-    expected = decoder_profiles(max_batch_size=config.cache.max_batch_size, max_prefill_length=width, max_logits_per_slot=logits)
+    expected = decoder_profiles(
+        max_batch_size=config.cache.max_batch_size, max_prefill_length=width, max_logits_per_slot=logits, draft_tree=config.draft_tree
+    )
     if len(config.profiles) != len(expected):
         for_what = "prefill and decode" if len(expected) == 2 else "prefill, decode and verification of drafts"
         raise EngineError(f"profiles: expected {len(expected)}, for {for_what}, got {len(config.profiles)}.")

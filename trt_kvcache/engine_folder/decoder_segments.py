@@ -8,6 +8,7 @@ from itertools import accumulate
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import cache_indices, logits_tensors, scale_tensors, state_tensors
+from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig
@@ -32,9 +33,9 @@ def hidden_state_name(layer: int) -> str:
     return f"hidden_{layer}"
 
 
-def embedding_output_name(model: ModelConfig) -> str:
+def embedding_output_name(model: ModelConfig, max_embeddings: int = 0) -> str:
     """Return the name of the embedded tokens: ``"embedded"`` where the first segment changes the hidden state, else ``"hidden_0"``."""
-    is_changed = model.embedding_multiplier != 1 or model.layers[0].parallel_mixer is not None
+    is_changed = model.embedding_multiplier != 1 or model.layers[0].parallel_mixer is not None or max_embeddings > 0
     return "embedded" if is_changed else hidden_state_name(0)
 
 
@@ -78,6 +79,7 @@ def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int)
         "window": window_in_cache(mixer, max_sequence_length),
         "softcap": mixer.softcap,
         "rotary_dim": None if mixer.rotary_dim == mixer.head_dim else mixer.rotary_dim,
+        "sinks": 1 if mixer.sinks else None,
     }
     return {**attributes, **{name: value for name, value in own.items() if value is not None}}
 
@@ -99,19 +101,30 @@ def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig, *, dtype: s
 
 
 def decoder_stages(
-    model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1, dtype: str | None = None
+    model: ModelConfig,
+    cache: DecoderCacheConfig,
+    names: TensorNames,
+    *,
+    max_logits_per_slot: int = 1,
+    dtype: str | None = None,
+    max_embeddings: int = 0,
 ) -> tuple[Stage, ...]:
-    """Return the stages over a combined cache, in order: embeddings, a segment and its operation for each cut, the last segment."""
+    """Return the stages over a combined cache, in order: embeddings, a segment and its operation for each cut, the last segment.
+
+    Rows in place of rows of the embedding come in within the first segment.
+    """
     computed = dtype or cache.dtype
     table, *tables = decoder_constants(model, cache, dtype=computed)
     angles = {spec.name: spec for spec in tables}
-    rows = _embedded(model, computed)
+    rows = _embedded(model, computed, max_embeddings)
     stages: list[Stage] = [
         CustomOpNode(operation=EmbeddingOp.name, attributes={}, inputs=(name, names.input_ids), outputs=(spec.name,))
         for name, spec in rows.items()
     ]
     hidden = (-1, -1, model.hidden_size)
     entering, tensors = rows[EMBEDDING].name, [*rows.values(), *_per_layer_inputs(model, 0, computed)]
+    if max_embeddings:
+        tensors += [TensorSpec.input(names.input_ids, (-1, -1), "int32"), *embedding_tensors(model, max_embeddings, computed)]
     for layer, (config, index) in enumerate(zip(model.layers, cache_indices(model), strict=True)):
         mixer = config.mixer
         if index.states is not None:
@@ -140,9 +153,9 @@ def decoder_stages(
     return (*stages, Segment(tensors=tuple(tensors)))
 
 
-def _embedded(model: ModelConfig, dtype: str) -> dict[str, TensorSpec]:
+def _embedded(model: ModelConfig, dtype: str, max_embeddings: int) -> dict[str, TensorSpec]:
     """Return the rows of the token ids in each table, which the first segment reads."""
-    found = {EMBEDDING: TensorSpec.input(embedding_output_name(model), (-1, -1, model.hidden_size), dtype)}
+    found = {EMBEDDING: TensorSpec.input(embedding_output_name(model, max_embeddings), (-1, -1, model.hidden_size), dtype)}
     if model.per_layer_embedding is None:
         return found
     width = model.num_layers * model.per_layer_embedding.size

@@ -12,13 +12,15 @@ from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.engine.adapter_inputs import AdapterInputs, most_slots
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.hidden_tensors import hidden_states_nbytes, hidden_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine.step_ancestors import ancestors_input
 from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.engine_folder.folder import DRAFT_HEAD_FOLDER, EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
 from trt_kvcache.engine_folder.v_outputs import v_output_nbytes
-from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.memory.shapes import MAX_DIMENSION, dense_nbytes
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import INK, Plot, draw, paint_sizes, size_text
 
@@ -69,6 +71,10 @@ class EngineInspection:
         Further outputs, which nobody reads: V of each plugin layer, of an engine that was built with ``v_outputs``.
     adapters : AdapterInputs or None
         For an engine that was built with ``adapters_rank``: the ranks of all adapters, and the linear layers that they may change.
+    max_embeddings : int
+        Rows in place of rows of the embedding for which the engine has an input; 0 for an engine without.
+    draft_tree : int or None
+        For an engine that was built with ``draft_tree``: most tokens of a tree of draft tokens.
     hidden_layers : "final_norm", tuple of int, ReducedLayers or None
         For an engine that was built with ``draft_head``, and for that of a draft head: the hidden states that it returns of each token.
     draft_head : EngineInspection or None
@@ -94,6 +100,8 @@ class EngineInspection:
     plugin_library: FileRecord | None
     v_outputs: tuple[TensorSpec, ...]
     adapters: AdapterInputs | None
+    max_embeddings: int
+    draft_tree: int | None
     hidden_layers: HiddenLayers | None
     draft_head: EngineInspection | None
 
@@ -118,9 +126,24 @@ class EngineInspection:
         return self.adapters.tensors(self.model, slots=most_slots(self.profiles), dtype=self.dtype)
 
     @property
+    def tree_tensors(self) -> tuple[TensorSpec, ...]:
+        """The input for trees of draft tokens, which is not among ``tensors``; none of an engine without."""
+        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
+
+    @property
     def adapters_nbytes(self) -> int:
         """Bytes of the inputs for adapters; 0 without them."""
         return 0 if self.adapters is None else self.adapters.nbytes(self.model, self.dtype)
+
+    @property
+    def embedding_tensors(self) -> tuple[TensorSpec, ...]:
+        """The input for rows in place of rows of the embedding, which is not among ``tensors``; none of an engine without."""
+        return embedding_tensors(self.model, self.max_embeddings, self.dtype)
+
+    @property
+    def embeddings_nbytes(self) -> int:
+        """Bytes of the rows in place of rows of the embedding; 0 without them."""
+        return sum(dense_nbytes(spec.shape, spec.dtype) for spec in self.embedding_tensors)
 
     @property
     def v_outputs_nbytes(self) -> int:
@@ -152,6 +175,8 @@ class EngineInspection:
             sizes["V outputs"] = self.v_outputs_nbytes
         if self.adapters is not None:
             sizes["adapters"] = self.adapters_nbytes
+        if self.max_embeddings:
+            sizes["rows of prompts"] = self.embeddings_nbytes
         if self.draft_head is not None:
             sizes["draft head"] = self.draft_head.plan_nbytes + self.draft_head.memory.nbytes
             sizes["hidden states"] = self.hidden_states_nbytes
@@ -254,6 +279,8 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         plugin_library=config.plugin_library,
         v_outputs=config.v_outputs,
         adapters=config.adapters,
+        max_embeddings=config.max_embeddings,
+        draft_tree=config.draft_tree,
         hidden_layers=config.hidden_layers,
         draft_head=inspect_engine(folder.path / DRAFT_HEAD_FOLDER) if config.draft_head else None,
     )

@@ -33,10 +33,14 @@ class DraftedSequence(NamedTuple):
     hidden_states : ndarray (n, hidden_size) float32, optional
         Output of the final norm of the last n tokens in the cache, to be read only; none of earlier tokens, which were copied from a prefix
         cache or a snapshot. In a session with an EAGLE-3 head, the residual stream before three layers, reduced by ``fc`` of the head to
-        its ``hidden_size``. None unless the session was opened with ``draft="mtp"`` or such a head. A drafter whose attribute
+        its ``hidden_size``. None unless the session was opened with ``draft="mtp"``, such a head or an assistant. A drafter whose attribute
         ``takes_device_states`` is True gets a :class:`~trt_kvcache.DeviceTensor` in the dtype of the engine, valid until it returns.
     tree_limit : int
         Most tokens of a :class:`DraftTree`, no path of which may have more than ``limit``; 0 with an engine that takes no trees.
+    slot : int
+        Slot of the cache that holds its tokens.
+    vocab_size : int, optional
+        Number of token ids that may be proposed. Ids from it on are rows of ``InferenceSession.add_embeddings``.
 
     Examples
     --------
@@ -52,6 +56,8 @@ class DraftedSequence(NamedTuple):
     limit: int
     hidden_states: npt.NDArray[np.float32] | DeviceTensor | None = None
     tree_limit: int = 0
+    slot: int = 0
+    vocab_size: int | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,11 @@
-"""``NgramDrafter``: prompt lookup. A draft continues an earlier occurrence of the last tokens in the sequence."""
+"""``NgramDrafter``: prompt lookup. A draft continues an earlier occurrence of the last tokens in the sequence.
+
+Rows in place of tokens, such as those of an image, match nothing, and a draft ends before them.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from weakref import WeakKeyDictionary
@@ -29,7 +33,7 @@ class NgramDrafter:
     def _propose(self, sequence: DraftedSequence) -> list[int]:
         index = self._indexes.get(sequence.request)
         if index is None or len(index.tokens) > sequence.num_tokens:
-            index = self._indexes[sequence.request] = _NgramIndex()
+            index = self._indexes[sequence.request] = _NgramIndex(sequence.vocab_size)
         index.extend(sequence.tokens_from(len(index.tokens)))
         return index.continuation(sequence.limit)
 
@@ -37,7 +41,8 @@ class NgramDrafter:
 class _NgramIndex:
     """Tokens of one sequence, and for each the latest earlier one that follows the same two tokens: a token is indexed once."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int | None) -> None:
+        self._end = sys.maxsize if vocab_size is None else vocab_size  # ids from here on are rows
         self.tokens: list[int] = []
         # For each pair of tokens, the index after its latest occurrence. For each such index, the index after the previous one; 0: none.
         self._latest: dict[tuple[int, int], int] = {}
@@ -48,8 +53,7 @@ class _NgramIndex:
         self.tokens += tokens
         for place in range(len(self._earlier), len(self.tokens)):  # so the last two tokens are not in the index: nothing follows them
             earlier = 0
-            if place >= _MIN_MATCH:
-                key = self._key(place)
+            if place >= _MIN_MATCH and max(key := self._key(place)) < self._end:
                 earlier, self._latest[key] = self._latest.get(key, 0), place
             self._earlier.append(earlier)
 
@@ -69,7 +73,7 @@ class _NgramIndex:
             return []
         # A match that overlaps the end repeats with the period of its distance.
         period = end - best
-        return [tokens[best + offset % period] for offset in range(count)]
+        return list(takewhile(self._end.__gt__, (tokens[best + offset % period] for offset in range(count))))
 
     def _key(self, place: int) -> tuple[int, int]:
         return self.tokens[place - 2], self.tokens[place - 1]
@@ -77,4 +81,4 @@ class _NgramIndex:
     def _match(self, place: int) -> int:
         """Return the number of equal tokens before a place and before the end."""
         pairs = zip(reversed(self.tokens[max(0, place - _MAX_MATCH) : place]), reversed(self.tokens[-_MAX_MATCH:]), strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] < self._end, pairs))

@@ -1,5 +1,6 @@
 """Descriptions of decoders as plain data: layers, norms, RoPE, and the Hugging Face families that they are read from."""
 
+from trt_kvcache.model.assistant_input import AssistantInputConfig, TokenClusters
 from trt_kvcache.model.eagle3_input import Eagle3InputConfig
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, QkNormConfig, QueryScaling
 from trt_kvcache.model.mlp_config import ClampedSwiGLU, MlpConfig, RoutedMlpConfig, RouterConfig
@@ -11,6 +12,7 @@ from trt_kvcache.model.rope import RopeConfig
 from trt_kvcache.model.rope_table import rope_table
 
 __all__ = [
+    "AssistantInputConfig",
     "AttentionConfig",
     "ClampedSwiGLU",
     "Eagle3InputConfig",
@@ -28,5 +30,6 @@ __all__ = [
     "RoutedMlpConfig",
     "RouterConfig",
     "ShortConvConfig",
+    "TokenClusters",
     "rope_table",
 ]

@@ -57,6 +57,8 @@ def _value(kind: Any, data: Any, where: str) -> Any:
             kind = by_kind[given]
             data = {name: item for name, item in data.items() if name != "kind"} if isinstance(data, Mapping) else data
     if is_dataclass(kind):
+        if isinstance(data, Mapping) and data.get("kind") == getattr(kind, "kind", data):
+            data = {name: item for name, item in data.items() if name != "kind"}
         return from_plain(kind, data, where)  # type: ignore[arg-type]
     if get_origin(kind) is tuple:
         if not isinstance(data, list):

@@ -61,7 +61,7 @@ FEATURES = {
     "final_softcap": "final logit softcapping",
     "logits_divisor": "scaled logits",
     "fused_tensors": "fused weight tensors",
-    "merged_input": "hidden states as an input (MTP or EAGLE-3 head)",
+    "merged_input": "hidden states as an input (MTP or EAGLE-3 head, assistant)",
 }
 
 
@@ -131,6 +131,8 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "merged_input", "merge_norm"
     if model.eagle3_input is not None:
         yield "merged_input", "eagle3_input"
+    if model.assistant_input is not None:
+        yield "merged_input", "assistant_input"
     if has_interleaved_rope(model):
         yield "interleaved_rope", "rows of q and k"
     if has_fused_tensors(model):

@@ -13,6 +13,7 @@ from trt_kvcache._util.short_repr import short_repr
 from trt_kvcache.dtypes import MODEL_DTYPES, numpy_dtype
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
+from trt_kvcache.model.assistant_input import AssistantInputConfig
 from trt_kvcache.model.description import from_plain, to_plain
 from trt_kvcache.model.eagle3_input import Eagle3InputConfig
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer
@@ -64,6 +65,8 @@ class ModelConfig:
         it is the head; a linear map ``[hidden, 2 * hidden]`` follows. None for a model that reads tokens alone.
     eagle3_input : Eagle3InputConfig or None
         Of an EAGLE-3 head: its input, of hidden states of the model and the embedding of a token. None for other models.
+    assistant_input : AssistantInputConfig or None
+        Of an assistant: its input, and the layers of the model whose K and V all of its layers read. None for other models.
     per_layer_embedding : PerLayerEmbeddingConfig or None
         A second embedding, with elements for each layer; there is one if and only if layers have a ``per_layer_input``.
 
@@ -98,6 +101,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     merge_norm: NormConfig | None = None
     eagle3_input: Eagle3InputConfig | None = None
+    assistant_input: AssistantInputConfig | None = None
     per_layer_embedding: PerLayerEmbeddingConfig | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +114,7 @@ class ModelConfig:
         if experts > MAX_EXPERTS:
             raise ConfigError(f"ModelConfig.layers: expected at most {MAX_EXPERTS} experts of all layers together, got {experts}.")
         for index, layer in enumerate(self.layers):
-            _check_kv_source(self.layers, index, layer.mixer)
+            _check_kv_source(self.layers, index, layer.mixer, self.assistant_input)
         self._check_per_layer_embedding()
         for name in ("embedding_multiplier", "logits_divisor"):
             positive_number(f"ModelConfig.{name}", getattr(self, name))
@@ -149,7 +153,14 @@ class ModelConfig:
     @property
     def hidden_inputs_width(self) -> int:
         """Elements of hidden states that a draft head reads with each token; 0 for a model that reads tokens alone."""
+        if self.assistant_input is not None:
+            return self.assistant_input.state_size
         return 0 if self.merge_norm is None and self.eagle3_input is None else self.hidden_size
+
+    @property
+    def state_size(self) -> int:
+        """Elements of the output of the final norm, or of its projection in an assistant."""
+        return self.hidden_size if self.assistant_input is None else self.assistant_input.state_size
 
     @property
     def attention_layers(self) -> tuple[AttentionConfig, ...]:
@@ -163,7 +174,9 @@ class ModelConfig:
 
     @property
     def kv_layers(self) -> tuple[AttentionConfig, ...]:
-        """Attention of each layer that stores K and V: the layers of the cache."""
+        """Attention of each layer that stores K and V: the layers of the cache. Of an assistant, those of the model that it reads."""
+        if self.assistant_input is not None:
+            return self.assistant_input.kv_layers
         return tuple(mixer for mixer in self.attention_layers if mixer.stores_kv)
 
     @property
@@ -175,6 +188,8 @@ class ModelConfig:
     def kv_of_attention(self) -> tuple[int, ...]:
         """For each attention layer the index, among the layers of the cache, of the one whose rows it reads."""
         stored = {layer: place for place, layer in enumerate(self.kv_indices)}
+        if self.assistant_input is not None:
+            stored = {place: place for place in range(len(self.kv_layers))}
         sources = (self.layers[layer].attention.kv_source_layer for layer in self.attention_indices)
         return tuple(stored[layer if source is None else source] for layer, source in zip(self.attention_indices, sources, strict=True))
 
@@ -299,12 +314,17 @@ class ModelConfig:
         return from_plain(cls, rest, "model", layers=tuple(layers))
 
 
-def _check_kv_source(layers: tuple[LayerConfig, ...], index: int, mixer: Mixer | None) -> None:
+def _check_kv_source(layers: tuple[LayerConfig, ...], index: int, mixer: Mixer | None, assistant: AssistantInputConfig | None) -> None:
     """Raise ConfigError if a layer reads K and V of a layer that does not store them in its shape before it."""
     source = mixer.kv_source_layer if isinstance(mixer, AttentionConfig) else None
+    if assistant is not None and (source is None or source >= len(assistant.kv_layers)):
+        expected = f"one of {len(assistant.kv_layers)} layers of the model of the assistant"
+        raise ConfigError(f"ModelConfig.layers[{index}].mixer.kv_source_layer: expected {expected}, got {source}.")
     if source is None or not isinstance(mixer, AttentionConfig):
         return
-    stored = layers[source].mixer if source < index else None
+    stored: Mixer | None = layers[source].mixer if source < index else None
+    if assistant is not None:
+        stored = assistant.kv_layers[source]
     sizes = (mixer.num_kv_heads, mixer.head_dim)
     if not isinstance(stored, AttentionConfig) or not stored.stores_kv or (stored.num_kv_heads, stored.head_dim) != sizes:
         expected = f"an earlier attention layer that stores {sizes[0]} heads of {sizes[1]}"

@@ -1,6 +1,7 @@
 """Names and shapes of the tensors of a checkpoint, as Hugging Face transformers names them."""
 
 from trt_kvcache.model.families.family import (
+    CENTROIDS,
     EAGLE3_EMBEDDING_NORM,
     EAGLE3_HIDDEN_NORM,
     EAGLE3_PROJECTION,
@@ -12,18 +13,23 @@ from trt_kvcache.model.families.family import (
     PER_LAYER_EMBEDDING,
     PER_LAYER_NORM,
     PER_LAYER_PROJECTION,
+    POST_PROJECTION,
+    PRE_PROJECTION,
 )
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.weight_parts import layer_tensors
 
 __all__ = [
+    "CENTROIDS",
     "EMBEDDING",
     "FINAL_NORM",
     "HEAD",
     "PER_LAYER_EMBEDDING",
     "PER_LAYER_NORM",
     "PER_LAYER_PROJECTION",
+    "POST_PROJECTION",
+    "PRE_PROJECTION",
     "embedding_name",
     "embedding_tables",
     "final_norm_bias_name",
@@ -89,6 +95,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         width = 2 * config.hidden_size if config.eagle3_input is None else config.eagle3_input.states_width
         shapes |= dict.fromkeys(merged[:2], (config.hidden_size,))
         shapes[merged[2]] = (config.hidden_size, width)
+    if config.assistant_input is not None:
+        shapes[PRE_PROJECTION] = (config.hidden_size, 2 * config.state_size)
+        shapes[POST_PROJECTION] = (config.state_size, config.hidden_size)
+        if config.assistant_input.clusters is not None:
+            shapes[CENTROIDS] = (config.assistant_input.clusters.count, config.hidden_size)
     if config.per_layer_embedding is not None:
         width = config.per_layer_embedding.size * config.num_layers
         shapes[PER_LAYER_EMBEDDING] = config.per_layer_embedding.shape(config.num_layers)

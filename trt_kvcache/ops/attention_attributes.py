@@ -48,6 +48,7 @@ class AttentionAttributes:
     rotary_dim: int = 0  # elements of a row that RoPE is applied to, a multiple of 4; 0 for none
     kv_dtype: str | None = None  # of K and V in the cache; None for the dtype of q
     kv_scales: str | None = None  # "head" or "token": what shares a scale; with kv_dtype, and always with it
+    takes_trees: bool = False  # True for another input, ``ancestors``; the version of the plugin says so, and no field
 
     def __post_init__(self) -> None:
         for name, kind in ATTRIBUTE_TYPES.items():
@@ -92,15 +93,15 @@ class AttentionAttributes:
         values = {
             name: KV_FIELD_VALUES[name][value] if name in KV_FIELD_VALUES else value
             for name, value in asdict(self).items()
-            if value is not None
+            if value is not None and name in QUANTIZED_ATTRIBUTE_TYPES
         }
         return {name: np.array([value], dtypes[QUANTIZED_ATTRIBUTE_TYPES[name]]) for name, value in values.items()}
 
     @classmethod
-    def from_plugin_fields(cls, fields: Iterable[Any], *, quantized: bool = False) -> AttentionAttributes:
-        """Read a ``PluginFieldCollection``."""
+    def from_plugin_fields(cls, fields: Iterable[Any], *, quantized: bool = False, takes_trees: bool = False) -> AttentionAttributes:
+        """Read a ``PluginFieldCollection``. With ``takes_trees``, K and V may be quantized or not."""
         values: dict[str, Any] = {}
-        types = QUANTIZED_ATTRIBUTE_TYPES if quantized else ATTRIBUTE_TYPES
+        types = QUANTIZED_ATTRIBUTE_TYPES if quantized or takes_trees else ATTRIBUTE_TYPES
         for field in fields:
             name, kind = str(field.name), field.type.name
             if name not in types or name in values:
@@ -117,7 +118,7 @@ class AttentionAttributes:
         if missing:
             raise ConfigError(f"fields: expected {', '.join(missing)} too, got {', '.join(values) or 'none'}.")
         values |= {name: _meaning(name, values[name]) for name in KV_FIELD_VALUES if name in values}
-        return cls(**values)
+        return cls(**values, takes_trees=takes_trees)
 
 
 def _meaning(name: str, stored: int) -> str:

@@ -24,14 +24,15 @@ _CACHE, _SCALES = 3, 5
 class AttentionOp:
     """Apply RoPE to q and k, append k and v to the cache, and compute causal attention (implements ``CustomOp``).
 
-    All s new tokens of a slot are appended, padding included. NumPy computes any head dimension and dtype.
+    All s new tokens of a slot are appended, padding included. NumPy computes any head dimension and dtype. With ``sinks=1`` the last input
+    is attention sinks float32 ``[num_heads]``.
     """
 
     name = "attention"
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float = 0.0, window: int = 0, softcap: float = 0.0,
-        rotary_dim: int | None = None,
+        rotary_dim: int | None = None, sinks: int = 0,
     ) -> None:  # fmt: skip
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._rotary_dim = head_dim if rotary_dim is None else rotary_dim
@@ -41,11 +42,15 @@ class AttentionOp:
             "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
             "scale": scale, **self._scores, "rotary_dim": self._rotary_dim,
         }  # fmt: skip
+        self._has_sinks = bool(sinks)
+        if sinks:
+            self.attributes["sinks"] = 1
         self._workspace: BorrowedWorkspace | None = None
 
     def kernel_attributes(self) -> AttentionAttributes:
         """Return the attributes, checked against what the CUDA kernels support."""
-        return AttentionAttributes(**self.attributes)  # type: ignore[arg-type]  # each as it was given
+        of_kernels = {name: value for name, value in self.attributes.items() if name != "sinks"}
+        return AttentionAttributes(**of_kernels)  # type: ignore[arg-type]  # each as it was given
 
     def outputs(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         """See :meth:`CustomOp.outputs <trt_kvcache.ops.custom_op.CustomOp.outputs>`."""
@@ -57,14 +62,15 @@ class AttentionOp:
         scales = self._scales_shape(inputs)
         expected = [q, *kv, cache, (batch,), *([] if scales is None else [scales])]
         expected += [(tokens, 2, self._rotary_dim // 2)] if self._rotary_dim else []
+        expected += [(self._heads,)] if self._has_sinks else []
         if shapes != expected or width > tokens:
             raise ShapeError(f"attention: expected inputs of shapes {expected} and at most {tokens} new tokens, got {shapes}.")
         dtypes = [one.dtype for one in inputs]
         stored = dtypes[0] if scales is None else dtypes[_CACHE]
         if dtypes != [dtypes[0]] * 3 + [stored, "int32", *["float32"] * (len(dtypes) - 5)]:
             raise DTypeError(
-                "attention: expected q, k and v of one dtype, the cache of the same or quantized, int32 lengths and float32 cos_sin and "
-                f"scales, got {dtypes}."
+                "attention: expected q, k and v of one dtype, the cache of the same or quantized, int32 lengths and float32 "
+                f"cos_sin, scales and sinks, got {dtypes}."
             )
         found = TensorType(q, dtypes[0]), TensorType(cache, stored, alias=_CACHE)
         by_token = scales is not None and len(scales) == TOKEN_SCALES_NDIM
@@ -90,10 +96,11 @@ class AttentionOp:
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
         """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch for up to 32 new tokens, else two."""
         q, k, v, cache, lengths, *others = inputs
+        sinks = others.pop() if self._has_sinks else None
         scales, *angles = others if cache.dtype in SCALED_KV_DTYPES else (None, *others)
         call = AttentionParams(
             q=q, k=k, v=v, cache=cache, kv_scales=scales, lengths=lengths, new_lengths=None, cos_sin=angles[0] if angles else None,
-            out=outputs[0], scale=self._scale or 1 / math.sqrt(self._head_dim), **self._scores,
+            out=outputs[0], scale=self._scale or 1 / math.sqrt(self._head_dim), sinks=sinks, **self._scores,
         )  # fmt: skip
         kernel_workspace = None if cache.memory.is_host else self._kernel_workspace(workspace)
         attend_kernel(call, kernel_workspace, stream)  # type: ignore[arg-type]  # NumPy needs none

@@ -188,6 +188,7 @@ class ReferenceEngine(DecoderEngine):
         )
         self._reduction: Float32 | None = None  # of an EAGLE-3 head of the model
         self._draft_tokens = checkpoint.draft_tokens
+        self._clusters = checkpoint.token_clusters
         self._steps: dict[BoundTensors, _NumpyStep] = {}
         self._combined = self._combined_inputs() if attention == "plugin" else None
 
@@ -238,6 +239,7 @@ class ReferenceEngine(DecoderEngine):
                 hidden_states=step.hidden_states,
                 hidden_layers=self._hidden_layers,
                 reduction=self._reduction,
+                clusters=self._clusters,
             )
         if self._draft_tokens is None:
             step.logits[...] = logits.reshape(step.logits.shape)
@@ -254,16 +256,17 @@ class ReferenceEngine(DecoderEngine):
         max_logits_per_slot: int = 1,
         hidden_layers: HiddenLayers,
     ) -> ReferenceEngine:
-        """Return an engine of an MTP or EAGLE-3 head of the model, in the same memory and dtype, with the tensors that they share.
+        """Return an engine of a draft head or an assistant of the model, in the same memory and dtype, with the tensors that they share.
 
         From then on, this engine reduces its hidden states with the projection of an EAGLE-3 head.
 
         Parameters
         ----------
         checkpoint : Checkpoint
-            The head: see :meth:`Checkpoint.open_mtp_head` and :meth:`Checkpoint.open_eagle3_head`. It may be closed afterwards.
+            The head: see :meth:`Checkpoint.open_mtp_head`, :meth:`Checkpoint.open_eagle3_head` and :meth:`Checkpoint.open_assistant`. It
+            may be closed afterwards.
         kv : KVCacheConfig
-            The cache that will be bound.
+            The cache that will be bound. Of an assistant, the layers of the cache of the model whose K and V it reads.
         max_prefill_length : int
             The most new tokens per slot in one step.
         max_logits_per_slot : int
@@ -282,9 +285,12 @@ class ReferenceEngine(DecoderEngine):
             The head does not read the ``hidden_layers`` of this engine, or is its second EAGLE-3 head.
         """
         self._check_head(checkpoint.config)
+        reads_model = checkpoint.config.assistant_input is not None
         head = ReferenceEngine(
             checkpoint,
             kv=kv,
+            dtype=self._dtype if reads_model else None,
+            attention=self.attention if reads_model else "native",
             max_prefill_length=max_prefill_length,
             max_logits_per_slot=max_logits_per_slot,
             memory=self.memory,

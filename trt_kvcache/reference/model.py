@@ -54,10 +54,11 @@ def decoder_step(
     hidden_states: Float32 | None = None,
     hidden_layers: Sequence[int] = (),
     reduction: Float32 | None = None,
+    clusters: npt.NDArray[np.int64] | None = None,
 ) -> Float32:
     """Return the logits ``[A * m, vocab]`` of the tokens ``last [A, m]`` of the right-padded ``input_ids [A, s]``.
 
-    ``rows``: of ids past the vocabulary. ``hidden_states`` are written, of ``hidden_layers``, as they are or times ``reduction``.
+    ``rows``: of ids past the vocabulary. ``hidden_states`` are written, of ``hidden_layers``, or these times ``reduction``.
     """
     hidden = embedded(config, weights, input_ids, dtype, rows)
     mixer_input: Float32 | None = None
@@ -67,6 +68,8 @@ def decoder_step(
             hidden, mixer_input = eagle3_inputs(config.eagle3_input, weights.merge, hidden, hidden_inputs)
         elif config.merge_norm is not None:
             hidden = merged(config.merge_norm, weights.merge, hidden, hidden_inputs)
+    if weights.assistant is not None and hidden_inputs is not None:
+        hidden = project(Projection(weights.assistant.pre_projection, None), np.concatenate([hidden, hidden_inputs], axis=-1))
     with one_blas_thread(input_ids.size, _largest_weight(weights)):
         inputs = per_layer_inputs(config, weights, input_ids, hidden, dtype)
         for index, (layer, layer_weights, cache, own) in enumerate(zip(config.layers, weights.layers, caches, inputs, strict=True)):
@@ -76,15 +79,36 @@ def decoder_step(
     keep(hidden, config.num_layers, hidden_layers, kept)
     if hidden_states is not None and kept is not None:
         if not hidden_layers:
-            hidden_states[...] = optional_norm(hidden, weights.final_norm, config.final_norm)
+            normed = optional_norm(hidden, weights.final_norm, config.final_norm)
+            assistant = weights.assistant
+            hidden_states[...] = normed if assistant is None else project(Projection(assistant.post_projection, None), normed)
         elif reduction is not None:
             with one_blas_thread(input_ids.size, reduction.size):
                 hidden_states[...] = project(Projection(reduction, None), kept)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
     with one_blas_thread(len(wanted), weights.head.size):
-        logits: Float32 = optional_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
+        normed = optional_norm(wanted, weights.final_norm, config.final_norm)
+        logits: Float32 = normed @ weights.head.T
+    if clusters is not None:
+        logits = of_nearest_clusters(config, weights, normed, logits, clusters)
     logits = logits if config.logits_divisor == 1 else logits / np.float32(config.logits_divisor)
     return logits if config.final_softcap is None else softcapped(logits, config.final_softcap)
+
+
+def of_nearest_clusters(
+    config: ModelConfig, weights: DecoderWeights, normed: Float32, logits: Float32, clusters: npt.NDArray[np.int64]
+) -> Float32:
+    """Return the logits ``[n, vocab]`` of the clusters whose centroids are nearest to ``normed [n, hidden]``, -inf for other tokens."""
+    own = config.assistant_input
+    assert own is not None
+    assert own.clusters is not None
+    assert weights.assistant is not None
+    assert weights.assistant.centroids is not None
+    order = np.argsort(-(normed @ weights.assistant.centroids.T), axis=-1, kind="stable")
+    tokens = clusters[order[:, : own.clusters.chosen]].reshape(len(normed), -1)
+    found = np.full_like(logits, -np.inf)
+    np.put_along_axis(found, tokens, np.take_along_axis(logits, tokens, axis=-1), axis=-1)
+    return found
 
 
 def keep(hidden: Float32, index: int, layers: Sequence[int], states: Float32 | None) -> None:

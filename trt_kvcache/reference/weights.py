@@ -17,6 +17,7 @@ Float32 = npt.NDArray[np.float32]
 Projection = generic.Projection[Float32]
 NormWeights = generic.NormWeights[Float32]
 MergeWeights = generic.MergeWeights[Float32]
+AssistantWeights = generic.AssistantWeights[Float32]
 DecoderLayerWeights = generic.DecoderLayerWeights[Float32]
 DecoderWeights = generic.DecoderWeights[Float32]
 
@@ -32,4 +33,6 @@ def load_weights(
     of_model = {} if shared is None else {embedding_name(checkpoint.config): shared.embedding, HEAD: shared.head}
     known = {name: of_model[name] for name in shared_tensors(checkpoint.config) if name in of_model}
     weights = decoder_weights(checkpoint.config, lambda name: known[name] if name in known else np.asarray(rounded(name), np.float32))
+    if checkpoint.config.assistant_input is not None and shared is not None:
+        return replace(weights, embedding=shared.embedding)
     return replace(weights, head=known.get(HEAD, weights.head))

@@ -12,6 +12,8 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy.typing as npt
+
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ClosedError, ConfigError, QueueFullError
@@ -245,6 +247,26 @@ class AsyncEngine:
             live.close()
             del self._live[name]
             self._record(live, submitted)
+
+    async def add_embeddings(self, rows: npt.ArrayLike) -> tuple[int, ...]:
+        """Store rows that prompts may have in place of rows of the embedding. Waits for the running step.
+
+        Parameters
+        ----------
+        rows : array_like float ``[n, hidden_size]``
+            As for :meth:`InferenceSession.add_embeddings <trt_kvcache.InferenceSession.add_embeddings>`, such as the features of an image.
+
+        Returns
+        -------
+        tuple of int (n,)
+            Ids for ``token_ids`` of requests to :meth:`generate`. HTTP refuses them.
+
+        Raises
+        ------
+        ConfigError, CapacityError, ShapeError, DTypeError, ClosedError
+            As ``InferenceSession.add_embeddings``. Nothing was changed.
+        """
+        return await self._thread.run(lambda session: session.add_embeddings(rows))
 
     async def abort(self, context: Context) -> None:
         """Cancel a request: its answers finish with the reason ``"cancelled"``. A request that has ended is ignored.

@@ -14,7 +14,7 @@ class GenerateRequest(TypedDict, total=False):
     Attributes
     ----------
     token_ids : list of int
-        The prompt.
+        The prompt; also ids of ``AsyncEngine.add_embeddings``.
     sampling_options : dict
         ``n`` (answers to the prompt), ``temperature``, ``top_p``, ``top_k`` (0 or -1 for all), ``min_p``, ``seed`` (of answer i: ``seed +
         i``), ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``logit_bias``, as

@@ -309,6 +309,7 @@ class Batch:
 
     def count_draft(self, proposed: int, accepted: int) -> None:
         """Count a draft in the statistics."""
+        self._counters.drafts += 1
         self._counters.draft_tokens += proposed
         self._counters.accepted_tokens += accepted
 

@@ -1,4 +1,4 @@
-"""For the draft head that ``draft=`` names: its folder, and the hidden states that the large model's engine returns."""
+"""For the draft head or assistant that ``draft=`` names: its folder, and the hidden states that the large model's engine returns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from trt_kvcache.builder.options import MTP
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.assistant_files import is_assistant_folder
 from trt_kvcache.checkpoint.eagle3_files import is_draft_head_folder
-from trt_kvcache.engine.step_rows import HiddenLayers, hidden_layers_of
+from trt_kvcache.engine.step_rows import HiddenLayers, check_sizes, hidden_layers_of
 from trt_kvcache.engine_folder.folder import DRAFT_HEAD_FOLDER, EngineFolder, is_engine_folder
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
@@ -30,9 +31,24 @@ def names_head(draft: str | None) -> bool:
     return draft == MTP or draft_head_folder(draft) is not None
 
 
+def assistant_folder(draft: str | None) -> Path | None:
+    """Return the folder of an assistant, which ``draft=`` names; None for other drafts."""
+    if draft in (None, NGRAM, MTP):
+        return None
+    place = locate_model(draft)
+    return place if is_assistant_folder(place) else None
+
+
 def hidden_layers_for(draft: str | None, model: ModelConfig) -> HiddenLayers | None:
     """Return the hidden states of a model that its drafter reads, after checking that the head fits the model. Raises ConfigError."""
     if draft == MTP:
+        return "final_norm"
+    folder = assistant_folder(draft)
+    if folder is not None:
+        assistant = Checkpoint.read_assistant_config(folder)
+        assert assistant.assistant_input is not None
+        check_sizes(f"draft: {draft}", "an assistant", model, assistant.assistant_input.state_size, assistant.vocab_size)
+        assistant.assistant_input.kv_places(model.kv_layers)
         return "final_norm"
     folder = draft_head_folder(draft)
     if folder is None:

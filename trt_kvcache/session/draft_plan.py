@@ -70,7 +70,9 @@ def _sequences(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request
                     rows = runner.hidden_states.rows(index, slot.copied, slot.length)
                     hidden = rows if getattr(request.drafting.drafter, "takes_device_states", False) else downloaded(rows)
                 tree_limit = min(MAX_TREE_TOKENS - 1, room) if runner.takes_trees else 0
-                found[index] = DraftedSequence(request, slot.row, slot.length, tuple(plan.rows[index]), limit, hidden, tree_limit)
+                pending, vocab_size = tuple(plan.rows[index]), runner.plan.vocab_size
+                sequence = DraftedSequence(request, slot.row, slot.length, pending, limit, hidden, tree_limit, index, vocab_size)
+                found[index] = sequence
     return found
 
 

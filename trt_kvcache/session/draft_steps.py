@@ -17,7 +17,8 @@ from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.session.batch import Batch, Logits
 from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.runner import Runner
-from trt_kvcache.session.step_plan import StepPlan
+from trt_kvcache.session.slots import Slot
+from trt_kvcache.session.step_plan import Rows, StepPlan
 
 
 class Drafted(NamedTuple):
@@ -78,7 +79,7 @@ class DraftSteps:
         drafts: dict[int, list[int]] = {slot: [] for slot in drafted}
         rows = {slot: one.tokens for slot, one in drafted.items()}
         while rows:
-            logits = self._batch.append([rows.get(slot, ()) for slot in range(len(self._batch))])
+            logits = self._append([rows.get(slot, ()) for slot in range(len(self._batch))])
             following: dict[int, Sequence[int]] = {}
             for slot in rows:
                 draft, one = drafts[slot], drafted[slot]
@@ -112,7 +113,7 @@ class DraftSteps:
         in_flight = []
         with runner.work():
             runner.run(chunk, plan.rows[:count], every_logit=False)
-            runner.commit(plan.increments)
+            self._commit(plan.increments)
             # After each choice, the sampler goes on to the next position by itself.
             sampler.set_positions(
                 [drafted[slot].request.positions((0,)) if slot in drafted else None for slot in range(count)], 1, stream=stream
@@ -121,7 +122,7 @@ class DraftSteps:
                 if step:
                     takes = [int(slot in drafted and step < drafted[slot].limit) for slot in range(count)]
                     runner.enqueue_next(takes)
-                    runner.commit(1 if all(takes) and not others else [*takes, *others])
+                    self._commit(1 if all(takes) and not others else [*takes, *others])
                 sampler.sample(logits, ids, stream=stream)
                 in_flight.append(sampler.download(count, stream=stream))
             runner.before_wait()
@@ -132,10 +133,35 @@ class DraftSteps:
                 after[slot] = slots[slot].extended([*one.tokens, *(max(token.token, 0) for token in chosen[:-1])])  # 0 after an error
                 errors = [place for place, token in enumerate(chosen) if token.error is not None]
                 drafts[slot] = [token.token for token in chosen[: errors[0] if errors else None]]
-            runner.apply(after)
+            self._apply(after)
         return drafts
+
+    def _append(self, rows: Rows) -> Logits:
+        """Run new tokens of slots, and return the logits ``[A, vocab]``."""
+        return self._batch.append(rows)
+
+    def _commit(self, increments: int | Sequence[int]) -> None:
+        """Count tokens of an enqueue."""
+        self._runner.commit(increments)
+
+    def _apply(self, slots: Sequence[Slot]) -> None:
+        """Make slots current."""
+        self._runner.apply(slots)
 
     def close(self) -> None:
         """Release the sampler. Idempotent."""
         if self._sampler is not None:
             self._sampler.close()
+
+
+class InPlaceDraftSteps(DraftSteps):
+    """Generates drafts of an assistant: all tokens run at one position, and a slot holds what it held before."""
+
+    def _append(self, rows: Rows) -> Logits:
+        return self._batch.verify(rows)[:, 0]
+
+    def _commit(self, increments: int | Sequence[int]) -> None:
+        pass
+
+    def _apply(self, slots: Sequence[Slot]) -> None:
+        pass

@@ -10,7 +10,7 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.generation.drafter import DraftedSequence
 from trt_kvcache.generation.request import Request
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.session.model_drafter import ModelDrafter
+from trt_kvcache.session.model_drafter import ModelDrafter, known_tokens
 
 if TYPE_CHECKING:
     from trt_kvcache.session.open_model import SessionParts
@@ -35,6 +35,10 @@ class HeadDrafter(ModelDrafter):
         # Position of the first hidden state that the slot of each request holds.
         self._firsts: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
+    def run_on(self, stream: Any) -> None:
+        """Run on the stream of the large model, after whose work the head reads hidden states."""
+        self._runner.stream = stream
+
     def _limits(self, sequences: Sequence[DraftedSequence]) -> list[int]:
         # No hidden state is known if all tokens were copied, nor is that of a pending token before another one.
         limits = super()._limits(sequences)
@@ -47,7 +51,7 @@ class HeadDrafter(ModelDrafter):
         return min(self._known(sequence, slot), total - 1) if self._firsts.get(sequence.request) == first else 0
 
     def _tokens(self, sequence: DraftedSequence, kept: int) -> list[int]:
-        return sequence.tokens_from(sequence.length - _num_states(sequence) + 1 + kept)
+        return known_tokens(sequence, sequence.length - _num_states(sequence) + 1 + kept)
 
     def _num_known(self, sequence: DraftedSequence) -> int:
         return _num_states(sequence)

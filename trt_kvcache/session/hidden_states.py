@@ -113,6 +113,11 @@ class HiddenInputs:
         """Have the token at each position p of a slot read ``states[p]``; after the last one, the state of the head itself."""
         self._of_model[slot] = states
 
+    def continue_from(self, states: Mapping[int, DeviceTensor], *, stream: Any) -> None:
+        """Have the next token of each slot read a row of the large model, ``[1, width]``, as if it were the state of the head itself."""
+        for slot, state in states.items():
+            self._copy(self._own, state, [(slot, 0, 1)], stream)
+
     def read_parents(self, parents: Mapping[int, Sequence[int]]) -> None:
         """Have each token of the trees of slots read the state of its parent, which the last enqueue has run at this row; -1 for the root.
 
@@ -131,7 +136,7 @@ class HiddenInputs:
             if slot in self._parents:
                 for token, row in enumerate(self._parents[slot], start=index * chunk.width):
                     (own if row < 0 else of_step).append((token, slot if row < 0 else (slot - first) * width + row, 1))
-            elif start < len(self._of_model[slot]):
+            elif start < len(self._of_model.get(slot, ())):
                 self._copy(self._inputs.table, self._of_model[slot], [(index * chunk.width, start, take)], stream)
             else:
                 own.append((index * chunk.width, slot, 1))

@@ -20,6 +20,9 @@ from trt_kvcache.session.runner import Runner
 if TYPE_CHECKING:
     from trt_kvcache.session.open_model import SessionParts
 
+#: Token that a draft model or head reads in the places of rows.
+PLACEHOLDER = 0
+
 
 class ModelDrafter:
     """Generates drafts with a small model. It owns the parts of a session, with a slot for each slot of the large model.
@@ -46,7 +49,7 @@ class ModelDrafter:
         """Generate a draft for each sequence: first append the tokens that its slot lacks, then generate one token of all at a time."""
         limits = self._limits(sequences)
         drafted = [index for index, count in enumerate(limits) if count > 0]
-        slots = dict(zip(drafted, self._slots_of([sequences[index].request for index in drafted]), strict=True))
+        slots = dict(zip(drafted, self._slots_of([sequences[index] for index in drafted]), strict=True))
         drafts: list[Sequence[int] | DraftTree] = [() for _ in sequences]
         if not drafted:
             return drafts
@@ -73,8 +76,9 @@ class ModelDrafter:
         """Return the most tokens of a tree, all of which may run after the sequence."""
         return min(sequence.tree_limit, self._batch.max_sequence_length - sequence.num_tokens)
 
-    def _slots_of(self, requests: Sequence[Request]) -> list[int]:
-        """Return the slots of requests. A new request gets a free slot, else the slot of a request that has no draft in this step."""
+    def _slots_of(self, sequences: Sequence[DraftedSequence]) -> list[int]:
+        """Return the slots of sequences. A new request gets a free slot, else the slot of a request that has no draft in this step."""
+        requests = [one.request for one in sequences]
         known = {request: self._places[request][0] for request in requests if request in self._places}
         taken = {slot for slot, _ in self._places.values()}
         slots = range(self._parts.cache.max_batch_size)
@@ -85,12 +89,12 @@ class ModelDrafter:
         """Return how many tokens of a slot are the first ones of a sequence, which has at least one more."""
         held = self._batch[slot]
         count = min(self._known(sequence, slot), sequence.num_tokens)
-        count += common_prefix(sequence.tokens_from(count), held.row[count : held.length])
+        count += common_prefix(known_tokens(sequence, count), held.row[count : held.length])
         return min(count, sequence.num_tokens - 1)
 
     def _tokens(self, sequence: DraftedSequence, kept: int) -> list[int]:
         """Return the tokens to run after those that a slot keeps of a sequence."""
-        return sequence.tokens_from(kept)
+        return known_tokens(sequence, kept)
 
     def _known(self, sequence: DraftedSequence, slot: int) -> int:
         """Return the number of tokens that a slot holds of a sequence, an earlier draft not counted."""
@@ -114,3 +118,9 @@ class ModelDrafter:
         self._steps.close()
         self._runner.close()
         self._parts.close()
+
+
+def known_tokens(sequence: DraftedSequence, first: int) -> list[int]:
+    """Return the tokens from an index on, with :data:`PLACEHOLDER` for rows, which a draft model does not have."""
+    tokens, end = sequence.tokens_from(first), sequence.vocab_size
+    return tokens if end is None or max(tokens, default=0) < end else [token if token < end else PLACEHOLDER for token in tokens]

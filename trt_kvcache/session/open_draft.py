@@ -16,13 +16,15 @@ from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.engine.step_rows import hidden_layers_of
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.session.draft_heads import built_head, draft_head_folder, names_head
+from trt_kvcache.session.assistant_drafter import AssistantDrafter
+from trt_kvcache.session.draft_heads import assistant_folder, built_head, draft_head_folder, names_head
 from trt_kvcache.session.head_drafter import HeadDrafter
 from trt_kvcache.session.model_drafter import ModelDrafter
 from trt_kvcache.session.model_location import expanded, locate_model
 from trt_kvcache.session.open_model import (
     EngineFallbackWarning,
     SessionParts,
+    open_assistant,
     open_built_head,
     open_draft_head,
     open_engine_folder,
@@ -43,11 +45,13 @@ def with_draft(
         undo.callback(parts.close)
         if options.draft_tree is not None:
             _check_takes_trees("model", parts)
-        head = draft_head_folder(options.draft)
+        assistant, head = assistant_folder(options.draft), draft_head_folder(options.draft)
         if parts.folder is not None and names_head(options.draft):
             drafter: ModelDrafter = _built_drafter(parts, options)
         elif options.draft == MTP:
             drafter = _mtp_drafter(*_model_of(folder, options), parts)
+        elif assistant is not None:
+            drafter = _assistant_drafter(options.draft, assistant, parts, options)
         elif head is not None:
             _, of_model = _model_of(folder, options)
             drafter = _eagle3_drafter(options.draft, head, parts, of_model)
@@ -69,6 +73,8 @@ def _built_drafter(parts: SessionParts, options: SessionOptions) -> HeadDrafter:
     with ExitStack() as undo:
         head = open_built_head(built_head(options.draft, parts.folder), parts, options)
         undo.callback(head.close)
+        if options.draft_tree is not None:
+            _check_takes_trees("draft head", head)
         if head.cache.max_batch_size < parts.cache.max_batch_size:
             raise ConfigError(
                 f"draft: expected an engine of {parts.cache.max_batch_size} slots or more, got one of {head.cache.max_batch_size}."
@@ -111,6 +117,17 @@ def _eagle3_drafter(draft: str, folder: Path, parts: SessionParts, options: Sess
     return drafter
 
 
+def _assistant_drafter(draft: str, folder: Path, parts: SessionParts, options: SessionOptions) -> AssistantDrafter:
+    if options.draft_tree is not None:
+        raise ConfigError(f"draft_tree: expected none with the assistant {draft}, which proposes chains, got {options.draft_tree}.")
+    with Checkpoint.open_assistant(folder) as checkpoint, ExitStack() as undo:
+        assistant = open_assistant(checkpoint, parts)
+        undo.callback(assistant.close)
+        drafter = AssistantDrafter(assistant, vocab_size=parts.model.vocab_size)
+        undo.pop_all()
+    return drafter
+
+
 def _open(draft: str, parts: SessionParts, options: SessionOptions, progress: Progress | None) -> SessionParts:
     """Open the small model on the same device, with as many slots, and with the same S, limited by the small model's positions."""
     place = locate_model(draft)
@@ -118,12 +135,12 @@ def _open(draft: str, parts: SessionParts, options: SessionOptions, progress: Pr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EngineFallbackWarning)  # shown when the large model was opened
         if is_engine_folder(place):
-            return open_engine_folder(place, same, progress=progress)
+            return open_engine_folder(place, same, draft_tree=options.draft_tree, progress=progress)
         length = min(parts.cache.lengths.max_sequence_length, Checkpoint.read_config(place).max_position_embeddings)
         sized = replace(same, max_batch_size=parts.cache.max_batch_size, max_sequence_length=length, dtype=options.dtype)
         if options.draft_tree is not None:
             sized = replace(sized, max_logits_per_slot=min(options.draft_tree, length, DEFAULT_MAX_PREFILL_LENGTH))
-        return open_model(place, sized, progress=progress)
+        return open_model(place, sized, draft_tree=options.draft_tree, progress=progress)
 
 
 def _check(draft: str, small: SessionParts, parts: SessionParts) -> None:

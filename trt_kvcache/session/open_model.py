@@ -18,6 +18,7 @@ from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREF
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.edge_llm import make_cache
+from trt_kvcache.cache.shared_rows import SharedRows, shared_config
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
@@ -42,7 +43,7 @@ from trt_kvcache.model.features import check_features
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
-from trt_kvcache.session.draft_heads import draft_head_folder, hidden_layers_for, names_head
+from trt_kvcache.session.draft_heads import assistant_folder, draft_head_folder, hidden_layers_for, names_head
 from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.session_options import DEFAULT_ATTENTION, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
@@ -93,11 +94,17 @@ class SessionParts:
             self.on_close()
 
 
-def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Open an engine folder. The caller closes the parts."""
+def open_engine_folder(
+    path: str | PathLike[str], options: SessionOptions, *, draft_tree: int | None = None, progress: Progress | None = None
+) -> SessionParts:
+    """Open an engine folder. The caller closes the parts. ``draft_tree``: most tokens of a tree that it proposes, as a draft model."""
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
+    if assistant_folder(options.draft) is not None:
+        raise ConfigError(
+            f"draft: expected a model folder for an assistant, got the engine folder {path}. InferenceSession.from_model opens one."
+        )
     place = expanded(path)
     if not is_engine_folder(place) and (place / CONFIG_FILE).is_file():
         raise EngineError(
@@ -108,12 +115,17 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     config = folder.config
     if config.model.hidden_inputs_width:
         raise ConfigError(f"{path}: expected the engine folder of a model, got that of a draft head. Name it as draft=.")
+    _check_per_layer_table(config.model, options)
     if options.adapters and config.checkpoint.adapter:
         names = ", ".join(options.adapters)
         raise ConfigError(f"adapters: expected none with {path}, which was built with a merged adapter, got {names}.")
     adapters = _adapters(config.model, options)
+    tree = draft_tree or options.draft_tree or 0
+    if options.engine == "tensorrt" and tree > (config.draft_tree or 0):
+        got = "one of chains only" if config.draft_tree is None else f"one of trees of {config.draft_tree}"
+        raise ConfigError(f"draft_tree: {path}: expected an engine for trees of {tree} tokens, got {got}. Build it with draft_tree={tree}.")
     built_for = config.tensorrt_flavour if options.flavour == "auto" else options.flavour
-    if _tries_tensorrt(options, built_for, config.model):
+    if tree <= (config.draft_tree or 0) and _tries_tensorrt(options, built_for, config.model):
         try:
             return _tensorrt_parts(folder, _cuda_memory(options), options, adapters)
         except (EngineError, CudaError) as error:
@@ -132,19 +144,23 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             names=config.names,
             hidden_layers=hidden_layers_for(options.draft, config.model),
             adapters=adapters,
+            max_embeddings=max(options.max_embeddings, config.max_embeddings),
             progress=_bytes_progress(progress, LOADING),
         )
         weights = checkpoint.weights
     return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options, weights)
 
 
-def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
-    """Open a Hugging Face folder, without an engine folder. The caller closes the parts."""
+def open_model(
+    path: str | PathLike[str], options: SessionOptions, *, draft_tree: int | None = None, progress: Progress | None = None
+) -> SessionParts:
+    """Open a Hugging Face folder, without an engine folder. The caller closes the parts. ``draft_tree``: see :func:`open_engine_folder`."""
     place = expanded(path)
     if is_engine_folder(place):
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
     with Checkpoint.open(place, quantize=options.quantize, adapter=options.adapter) as checkpoint:
         model = checkpoint.config
+        _check_per_layer_table(model, options)
         hidden_layers = hidden_layers_for(options.draft, model)
         named = options.attention
         attention: Attention = "plugin" if options.kv_dtype else DEFAULT_ATTENTION if named is None or named == "auto" else named
@@ -153,13 +169,18 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
         adapters = _adapters(model, options)
-        if _tries_tensorrt(options, options.flavour, model):
+        tree, is_assistant = draft_tree or options.draft_tree, assistant_folder(options.draft) is not None
+        if is_assistant and options.engine == "tensorrt":
+            raise ConfigError(f"draft: expected no assistant with engine='tensorrt', got {options.draft}. NumPy and PyTorch run it.")
+        leaves_out = is_assistant or (tree is not None and options.engine == "auto")
+        if not leaves_out and _tries_tensorrt(options, options.flavour, model):
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 built = options
                 if options.draft is not None and options.max_logits_per_slot is None:
                     built = replace(options, max_logits_per_slot=min(VERIFY_WIDTH, width))
-                return _built_parts(checkpoint.path, memory, built, adapters, progress, has_head=hidden_layers is not None)
+                has_head = hidden_layers is not None
+                return _built_parts(checkpoint.path, memory, built, adapters, tree and min(tree, width), progress, has_head=has_head)
             except (BuildError, ConfigError, EngineError, CudaError) as error:
                 _fall_back(options, error, model)
         running = _checkpoint_engine(
@@ -172,6 +193,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             attention=attention,
             hidden_layers=hidden_layers,
             adapters=adapters,
+            max_embeddings=options.max_embeddings,
             progress=_bytes_progress(progress, LOADING),
         )
         fingerprint = partial(_fingerprint, checkpoint.path, options)
@@ -224,7 +246,7 @@ def _why_not_on_torch(model: ModelConfig) -> str | None:
 
 def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
-    if options.max_embeddings or options.draft_tree:
+    if options.per_layer_table == "host":
         return False
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -256,10 +278,15 @@ def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
     """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if it was requested or PyTorch cannot run the model."""
-    embeddings = options.max_embeddings
     if options.engine == "numpy" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
-        return ReferenceEngine(checkpoint, memory=HostMemory(), max_embeddings=embeddings, **arguments)
-    return _torch_engine().open(checkpoint, memory=_torch_memory(options), max_embeddings=embeddings, **arguments)
+        return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
+    return _torch_engine().open(checkpoint, memory=_torch_memory(options), has_host_table=options.per_layer_table == "host", **arguments)
+
+
+def _check_per_layer_table(model: ModelConfig, options: SessionOptions) -> None:
+    """Refuse to place a table that a model does not have."""
+    if options.per_layer_table == "host" and model.per_layer_embedding is None:
+        raise ConfigError(f"per_layer_table: expected device for a model without per-layer embeddings, got host for {model.family}.")
 
 
 def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: SessionOptions, *, hidden_layers: HiddenLayers) -> SessionParts:
@@ -292,6 +319,21 @@ def open_built_head(folder: EngineFolder, parts: SessionParts, options: SessionO
     """Open the TensorRT engine of a draft head in the memory of a session. The caller closes the parts."""
     of_head = SessionOptions(engine="tensorrt", flavour=options.flavour, device=options.device, cuda_graphs=options.cuda_graphs)
     return _tensorrt_parts(folder, cast(CudaMemory, parts.engine.memory), of_head, None)
+
+
+def open_assistant(checkpoint: Checkpoint, parts: SessionParts) -> SessionParts:
+    """Open an assistant of the model of a session over K and V of its cache, in an engine of the same class. The caller closes both."""
+    engine, model = parts.engine, checkpoint.config
+    assert isinstance(engine, DecoderEngine)  # no other engine opens with hidden states
+    assert model.assistant_input is not None
+    layers = model.assistant_input.kv_places(parts.model.kv_layers)
+    kv = shared_config(parts.cache, layers)
+    with ExitStack() as undo:
+        assistant = engine.open_draft_head(checkpoint, kv=kv, max_prefill_length=1, hidden_layers="final_norm")
+        undo.callback(assistant.close)
+        cache = SharedRows(parts.cache, layers)
+        undo.pop_all()
+    return replace(parts, engine=assistant, cache=cache, names=DEFAULT_NAMES, model=model, on_close=None)
 
 
 def _torch_memory(options: SessionOptions) -> Memory:
@@ -339,6 +381,11 @@ def _adapters(model: ModelConfig, options: SessionOptions) -> AdapterSet | None:
 def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOptions, adapters: AdapterSet | None) -> SessionParts:
     """Open the engine of a folder on TensorRT."""
     config = folder.config
+    if options.max_embeddings > config.max_embeddings:
+        raise EngineError(
+            f"max_embeddings: expected at most {config.max_embeddings}, for which {folder.path} was built, got {options.max_embeddings}. "
+            "Build it with max_embeddings."
+        )
     running: Engine
     if config.segments is None:
         running = TensorRTEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs, adapters=adapters)
@@ -357,6 +404,7 @@ def _built_parts(
     memory: CudaMemory,
     options: SessionOptions,
     adapters: AdapterSet | None,
+    draft_tree: int | None,
     progress: Progress | None,
     *,
     has_head: bool,
@@ -364,6 +412,8 @@ def _built_parts(
     """Build an engine into a temporary folder that is removed with the session."""
     place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
     keywords = options.build_keywords
+    if draft_tree is not None:
+        keywords["draft_tree"] = draft_tree
     if adapters is not None:
         keywords["adapters_rank"], keywords["adapters_modules"] = sum(adapters.ranks.values()), adapters.modules
     if has_head:

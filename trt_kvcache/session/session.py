@@ -20,7 +20,6 @@ from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
-from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.embedding_rows import EmbeddingRows, finite_rows
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
@@ -175,6 +174,8 @@ class InferenceSession(Uncopyable):
         self._queue = RequestQueue(self._runner, self._batch, self._decode_steps, prefill_chunk=self._prefill_chunk)
         self._drafter: Drafter | None = None
         self._drafter = self._chosen_drafter(draft)
+        if isinstance(self._drafter, HeadDrafter):
+            self._drafter.run_on(self._runner.stream)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, progress: Progress | None = None, **options: Unpack[OpenOptions]) -> InferenceSession:
@@ -473,8 +474,8 @@ class InferenceSession(Uncopyable):
         Raises
         ------
         ConfigError
-            The session was opened without ``max_embeddings``, or with ``draft``. Or the model needs more for images than rows, such as
-            positions of three axes. Or rows are not finite.
+            The session was opened without ``max_embeddings``. Or the model needs more for images than rows, such as positions of three
+            axes. Or rows are not finite.
         CapacityError
             There are more than ``max_embeddings`` different rows.
         ShapeError, DTypeError, ClosedError
@@ -483,7 +484,8 @@ class InferenceSession(Uncopyable):
         Notes
         -----
         The ids are of this session alone: its sequences with rows cannot be saved as snapshots. Logits processors get these ids among the
-        tokens of the prompt; penalties leave them out. Speculative decoding is refused as soon as there are rows.
+        tokens of the prompt, and so do drafters of the caller; penalties leave them out. Prompt lookup matches no rows, and draft models
+        and heads read another token in their places.
 
         Examples
         --------
@@ -498,17 +500,16 @@ class InferenceSession(Uncopyable):
         self._check_open()
         stored = self._embeddings
         if stored is None or self._model is None:
-            raise ConfigError("add_embeddings: expected a session that was opened with max_embeddings, for NumPy or PyTorch, got another.")
+            raise ConfigError("add_embeddings: expected a session that was opened with max_embeddings, got another.")
         needed = FAMILIES[self._model.family].images_need
         if needed:
             raise ConfigError(f"add_embeddings: expected a model whose images are rows alone, got {self._model.family}: it needs {needed}.")
-        if self._drafter is not None:
-            raise ConfigError("add_embeddings: expected a session without a drafter, got one with draft.")
         return stored.add(finite_rows("rows", rows, *stored.table.shape[1:], dtype=stored.table.dtype), stream=self._runner.stream)
 
     @property
     def _embeddings(self) -> EmbeddingRows | None:
-        return self._engine.embeddings if isinstance(self._engine, DecoderEngine) else None
+        found: EmbeddingRows | None = getattr(self._engine, "embeddings", None)
+        return found
 
     @property
     def _end(self) -> int | None:
@@ -701,8 +702,10 @@ class InferenceSession(Uncopyable):
             raise ShapeError("tokens: expected at least one token of an active slot, got none.")
         trees = None if parents is None else checked_parents(parents, rows)
         if trees is not None and not self._runner.takes_trees:
-            name = "a model with recurrent states" if self._runner.has_states else f"a {type(self._engine).__name__}"
-            raise ConfigError(f"parents: expected chains with {name}, got a tree. Leave parents out.")
+            if self._runner.has_states:
+                raise ConfigError("parents: expected chains with a model with recurrent states, got a tree. Leave parents out.")
+            name = type(self._engine).__name__
+            raise ConfigError(f"parents: expected chains with a {name} built without draft_tree, got a tree. Leave parents out.")
         self._check_logits_per_slot("verify", max(map(len, rows)))
         return self._batch.verify(rows, trees)
 
@@ -836,8 +839,6 @@ class InferenceSession(Uncopyable):
             if not (isinstance(self._drafter, HeadDrafter) and self._drafter.is_mtp):
                 raise ConfigError("draft: expected 'mtp' in a session that was opened with draft='mtp', got it in another.")
             return self._drafter
-        if self._embeddings is not None and self._embeddings.end > self.vocab_size:
-            raise ConfigError(f"draft: expected none in a session with embeddings, got {draft!r}.")
         if draft != "ngram" and not isinstance(draft, Drafter):
             raise ConfigError(f"draft: expected 'ngram', 'mtp', 'off' or an object with a method propose, got {draft!r}.")
         self._check_logits_per_slot("draft", 2)

@@ -28,6 +28,7 @@ FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 DTypeChoice = Literal["float16", "bfloat16", "float32", "fp16", "half", "bf16", "fp32", "float"]
 PluginLayersChoice = Literal["one-plan", "segments"]
 KVDTypeChoice = Literal["fp8", "float8_e4m3fn", "int8"]
+PerLayerTableChoice = Literal["device", "host"]
 KVScalesChoice = Literal["tensor", "head", "token"]
 
 #: Engines by the names that messages list, and other names of them.
@@ -56,6 +57,7 @@ class OpenOptions(TypedDict, total=False):
     draft_tree: int | None
     prefill_chunk: int
     max_embeddings: int
+    per_layer_table: PerLayerTableChoice
     adapters: Mapping[str, str] | None
 
 
@@ -110,20 +112,27 @@ class SessionOptions:
         Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup.
         ``"mtp"`` is the multi-token prediction head in a model folder. A path, or an id of the Hugging Face Hub, is a small model with the
         same tokenizer, which generates drafts: an engine folder, or a model folder, opened with ``engine`` and ``dtype`` of this session.
-        Or it is the folder of an EAGLE-3 head. For ``"mtp"`` and an EAGLE-3 head, a TensorRT engine folder must have been built with
-        ``draft_head``. The engine of the large model must return the logits of several tokens per slot, as an engine does that is opened
-        from a model folder. Off if left out.
+        Or it is the folder of an EAGLE-3 head, or of a Gemma 4 assistant for a model folder; assistants are not for TensorRT, which
+        ``"auto"`` then leaves out. For ``"mtp"`` and an EAGLE-3 head, a TensorRT engine folder must have been built with ``draft_head``.
+        The engine of the large model must return the logits of several tokens per slot, as an engine does that is opened from a model
+        folder. Off if left out.
     draft_tree : int, optional
         Most tokens of a draft that is a tree, from 2 to 64, with the token before it. A tree proposes several tokens for a position, so
         more tokens are accepted in a step that verifies more of them. For ``draft`` with the path of a small model or of an EAGLE-3 head.
-        Not with TensorRT, which ``"auto"`` then leaves out, and not for a model with recurrent states. Drafts are chains if left out.
+        Not for a model with recurrent states. TensorRT engines, also of the small model, must have been built with ``draft_tree``;
+        ``"auto"`` leaves out others, and builds none. Drafts are chains if left out.
     prefill_chunk : int
         Chunked prefill: most prompt tokens that a ``step`` runs together with requests that decode, so that these do not wait for a long
         prompt. A smaller number makes the time between tokens more even, a larger one the first token of a long prompt earlier. Without
         requests that decode, a step runs up to ``max_prefill_length`` tokens of every prompt.
     max_embeddings : int
         Different rows that prompts of the session may have in place of rows of the embedding, for ``InferenceSession.add_embeddings``.
-        They take ``max_embeddings * hidden_size`` elements of memory. Not with TensorRT, which ``"auto"`` then leaves out.
+        They take ``max_embeddings * hidden_size`` elements of memory. TensorRT runs an engine folder that was built with ``max_embeddings``
+        of at least this number, and has room for all of these; ``"auto"`` leaves TensorRT out for another one.
+    per_layer_table : {"device", "host"}
+        Place of the table of a model with per-layer embeddings (Gemma 4 E2B and E4B). ``"host"`` is pinned host memory, of which the
+        PyTorch engine on a GPU reads the rows of a step's tokens: see ``docs/models.md``. Not with TensorRT, which ``"auto"`` then leaves
+        out. On a CPU both are the same.
     adapters : mapping of str to path, optional
         Folders of PEFT with LoRA adapters by name, of which each request chooses one, or none: ``InferenceSession.generate(adapter=)``.
         Their updates run next to the products with the weights, which may be quantized: see ``docs/adapters.md``. Not with ``adapter``. A
@@ -189,6 +198,7 @@ class SessionOptions:
     draft_tree: int | None = None
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     max_embeddings: int = 0
+    per_layer_table: PerLayerTableChoice = "device"
     adapters: Mapping[str, str] | None = None
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
@@ -214,14 +224,12 @@ class SessionOptions:
             int_in_range("draft_tree", self.draft_tree, 2, MAX_TREE_TOKENS, error=ConfigError)
             if self.draft in (None, NGRAM):
                 raise ConfigError(f"draft_tree: expected draft with the folder of a small model or a head, got draft={self.draft!r}.")
-            if self.engine == "tensorrt":
-                raise ConfigError(f"draft_tree: expected none with engine='tensorrt', which takes chains only, got {self.draft_tree}.")
         int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
         int_in_range("prefill_chunk", self.prefill_chunk, 1)
         int_in_range("max_embeddings", self.max_embeddings, 0, MAX_DIMENSION, error=ConfigError)
-        if self.max_embeddings and (self.engine == "tensorrt" or self.draft is not None):
-            given = "engine='tensorrt'" if self.engine == "tensorrt" else f"draft={self.draft!r}"
-            raise ConfigError(f"max_embeddings: expected 0 with {given}, got {self.max_embeddings}.")
+        one_of("per_layer_table", self.per_layer_table, get_args(PerLayerTableChoice))
+        if self.per_layer_table == "host" and self.engine == "tensorrt":
+            raise ConfigError("per_layer_table: expected device with engine='tensorrt', which has the table in its plan, got host.")
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int_in_range(name, getattr(self, name), 1, error=ConfigError))
@@ -277,7 +285,8 @@ class SessionOptions:
     def build_keywords(self) -> BuildKeywords:
         """Options of the build of an engine; what was not given is left to the defaults of the build, which are those of a session."""
         given = {name: getattr(self, name) for name in self.given_build_options}
-        return cast(BuildKeywords, {"flavour": self.flavour, "device": self.device, **given})
+        rows = {"max_embeddings": self.max_embeddings} if self.max_embeddings else {}
+        return cast(BuildKeywords, {"flavour": self.flavour, "device": self.device, **rows, **given})
 
 
 def takes_session_options(function: _Function) -> _Function:

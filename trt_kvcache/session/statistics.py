@@ -26,8 +26,10 @@ class SessionStatistics:
     graph_refusals : tuple of str
         Reasons why steps that repeat ran without a CUDA graph, in the words of TensorRT, torch or CUDA, each once. Empty for engines that
         capture none.
+    drafts : int
+        Drafts that requests have verified: speculative decoding.
     draft_tokens, accepted_tokens : int
-        Tokens of drafts that requests have verified, and tokens of these that were accepted: speculative decoding.
+        Tokens of these drafts, and tokens of these that were accepted. All tokens of a tree count.
 
     Examples
     --------
@@ -49,13 +51,19 @@ class SessionStatistics:
     cache_bytes_live: int
     cache_bytes_reserved: int
     graph_refusals: tuple[str, ...] = ()
+    drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of draft tokens that were accepted; 0 before the first draft."""
+        """Share of draft tokens that were accepted; 0 before the first draft. A tree has one path accepted at most."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens of a step with a draft: the accepted ones and one more, as in vLLM. 1 before the first draft."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -78,6 +86,7 @@ class StepCounters:
     decode_seconds: float = 0.0
     decode_steps: int = 0
     decode_tokens: int = 0
+    drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
 

@@ -40,7 +40,7 @@ class LiveRowsAttention:
             if mixer.stores_kv:
                 self.write(layer, slots, start, end, [rows[slots] for rows in new])
             first = 0 if mixer.window is None else min(max(start + 1 - mixer.window, 0), end - 1)
-            k, v = self.read(layer, slots, first, end)
+            k, v = self.read(layer, slots, first, end, q.dtype)
             seen = None if self._trees is None else self._trees.seen(torch.arange(first - start, end - start), mixer.window, slots)
             mixed.append(_attend(mixer, q[slots], k, v, start - first, sinks, seen))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
@@ -50,8 +50,8 @@ class LiveRowsAttention:
         for side, rows in zip(self._kv[layer], new, strict=True):
             side[slots, :, start:end] = rows[:, : end - start].transpose(1, 2)
 
-    def read(self, layer: int, slots: slice, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V ``[n, H, end - first, D]`` of slots."""
+    def read(self, layer: int, slots: slice, first: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V ``[n, H, end - first, D]`` of slots, whose dtype is ``dtype``."""
         k, v = (side[slots, :, first:end] for side in self._kv[layer])
         return k, v
 

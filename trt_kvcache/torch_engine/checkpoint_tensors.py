@@ -22,6 +22,7 @@ from trt_kvcache.torch_engine.offset_block_rows import dequantized_offset_blocks
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.packing import packed_weight, rounded_weight
+from trt_kvcache.torch_engine.row_lookup import HostRows
 from trt_kvcache.torch_engine.stored_rows import StoredRows
 from trt_kvcache.torch_engine.super_block_rows import dequantized_super_blocks
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight
@@ -77,6 +78,15 @@ class CheckpointTensors:
         found = None if stored is None else StoredRows.of(stored, getattr(torch, self._dtype), self._upload)
         if found is not None:
             self._rounded.count(name)
+        return found
+
+    def load_host_rows(self, name: str) -> StoredRows | HostRows:
+        """Return a table in pinned host memory: in the blocks of a GGUF file, or in the dtype."""
+        stored = table_blocks(self._checkpoint, name)
+        found = None if stored is None else StoredRows.of(stored, getattr(torch, self._dtype), self._upload, host=self._memory)
+        if found is None:
+            return HostRows.of(self._rounded(name), self._dtype, self._memory)
+        self._rounded.count(name)
         return found
 
     def load_packed(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
@@ -57,6 +58,7 @@ from trt_kvcache.torch_engine.packed_projections import PackedProjections, new_w
 from trt_kvcache.torch_engine.positions import PositionFactors
 from trt_kvcache.torch_engine.quantized_rows import QuantizedRowsAttention
 from trt_kvcache.torch_engine.router import route
+from trt_kvcache.torch_engine.row_lookup import KernelLookUp, look_up
 from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_supported
 from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
@@ -106,6 +108,7 @@ class TorchEngine(DecoderEngine):
         max_embeddings: int = 0,
         hidden_layers: HiddenLayers | None = None,
         draft_tokens: npt.NDArray[np.int64] | None = None,
+        token_clusters: npt.NDArray[np.int64] | None = None,
         adapters: AdapterSet | None = None,
     ) -> None:
         check_features(model, COMPUTED_FEATURES, "the PyTorch engine")
@@ -129,6 +132,7 @@ class TorchEngine(DecoderEngine):
         )
         self._reduction: TorchProjection | None = None  # of an EAGLE-3 head of the model
         self._draft_tokens = None if draft_tokens is None else torch.as_tensor(draft_tokens, device=self._device.torch_device)
+        self._clusters = None if token_clusters is None else torch.as_tensor(token_clusters, device=self._device.torch_device)
         self._slot_numbers = None if self.slot_adapters is None else self._device.view(self.slot_adapters.table)
         self._rows = None if self.embeddings is None else self._device.view(self.embeddings.table)
         if self._device.graphs is not None:
@@ -176,15 +180,23 @@ class TorchEngine(DecoderEngine):
         max_embeddings: int = 0,
         hidden_layers: HiddenLayers | None = None,
         adapters: AdapterSet | None = None,
+        has_host_table: bool = False,
     ) -> TorchEngine:
-        """Return an engine with the weights of a checkpoint, which may be closed afterwards."""
+        """Return an engine with the weights of a checkpoint, which may be closed afterwards.
+
+        ``has_host_table``: a GPU reads the table of per-layer embeddings in host memory.
+        """
         computed = dtype or kv.dtype
         tensors = CheckpointTensors(checkpoint, computed, torch_device(memory).torch_device, memory, progress)
-        packed = (tensors.load_packed, tensors.load_rows) if packed_weights_are_supported(computed, memory) else ()
+        loads: dict[str, Any] = {}
+        if packed_weights_are_supported(computed, memory):
+            loads = {"load_packed": tensors.load_packed, "load_rows": tensors.load_rows}
+        if has_host_table and not memory.is_host:
+            loads["load_rows"] = tensors.load_host_rows
         return cls(
             checkpoint.config,
             tensors.load,
-            *packed,
+            **loads,
             kv=kv,
             dtype=dtype,
             max_prefill_length=max_prefill_length,
@@ -226,17 +238,24 @@ class TorchEngine(DecoderEngine):
                 return None if isinstance(found, torch.Tensor) else found
             return tensors.load_packed(name, rows) if is_packed else None
 
+        config, reads_model = checkpoint.config, checkpoint.config.assistant_input is not None
         head = TorchEngine(
-            replace(checkpoint.config, tie_word_embeddings=False),  # `load` returns the head, tied or not
+            config if reads_model else replace(config, tie_word_embeddings=False),  # `load` returns the head, tied or not
             load,
             load_packed,
             kv=kv,
+            dtype=self._dtype if reads_model else None,
+            attention=self.attention if reads_model else "native",
             max_prefill_length=max_prefill_length,
             max_logits_per_slot=max_logits_per_slot,
             memory=self.memory,
             hidden_layers=hidden_layers,
             draft_tokens=checkpoint.draft_tokens,
+            token_clusters=checkpoint.token_clusters,
         )
+        if reads_model:
+            assert head._weights is not None
+            head._weights = replace(head._weights, embedding=weights.embedding)
         if self._lacks_head:
             assert head._weights is not None
             assert head._weights.merge is not None
@@ -281,7 +300,7 @@ class TorchEngine(DecoderEngine):
         super().close()
         self._steps.clear()
         self._device.close()
-        self._weights = self._workspace = self._reduction = self._draft_tokens = None
+        self._weights = self._workspace = self._reduction = self._draft_tokens = self._clusters = None
         if self._kernel_inputs is not None:
             self._kernel_inputs.close()
 
@@ -316,14 +335,17 @@ class TorchEngine(DecoderEngine):
             states = None if self._hidden_states is None else self._hidden_states[: slots * width].unflatten(0, (slots, width))
             kept = None if states is None else self._kept(states)
             normed = decoder_step(self._weights, operations, step.input_ids, self._rows, inputs, kept)
+            assistant = self._weights.assistant
             if states is not None and kept is None:
-                states[...] = normed
+                states[...] = normed if assistant is None else F.linear(normed, assistant.post_projection)
             elif states is not None and kept is not None and self._reduction is not None:
                 states[...] = operations.projections.project(self._reduction, kept.rows)
             ids = self._draft_tokens
             logits = step.logits if ids is None else step.logits.new_empty((*step.logits.shape[:-1], len(ids)))
             write_logits(operations.projections, normed, step.last, self._weights.head, logits)
             scale_logits(self._config, logits)
+            if self._clusters is not None:
+                keep_nearest_clusters(self._config, self._weights, normed, self._clusters, step.logits)
             if ids is not None:
                 step.logits.fill_(-math.inf).index_copy_(-1, ids, logits)
 
@@ -361,6 +383,7 @@ class TorchEngine(DecoderEngine):
             projections=projections,
             router=KernelRouter(self._views, stream) if has_kernels else route,
             experts=KernelExperts(experts, elementwise, self._views, stream) if has_kernels or self._workspace is not None else experts,
+            look_up=look_up if self.memory.is_host else KernelLookUp(self._views, stream),
         )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:
@@ -389,6 +412,20 @@ def write_logits(projections: Projections, normed: torch.Tensor, last: torch.Ten
     if width > 1 or last.shape[1] > 1:
         rows = rows.index_select(0, (last + width * torch.arange(slots, device=last.device)[:, None]).flatten())
     projections.write_logits(rows, head, logits.flatten(0, -2))
+
+
+def keep_nearest_clusters(
+    config: ModelConfig, weights: TorchWeights, normed: torch.Tensor, clusters: torch.Tensor, logits: torch.Tensor
+) -> None:
+    """Keep the logits ``[A, vocab]`` of the clusters whose centroids are nearest to ``normed [A, 1, hidden]``; others become -inf."""
+    assert config.assistant_input is not None
+    assert config.assistant_input.clusters is not None
+    assert weights.assistant is not None
+    assert weights.assistant.centroids is not None
+    nearest = F.linear(normed[:, 0], weights.assistant.centroids).topk(config.assistant_input.clusters.chosen).indices
+    tokens = clusters[nearest].flatten(1)
+    kept = logits.gather(1, tokens)
+    logits.fill_(-math.inf).scatter_(1, tokens, kept)
 
 
 def scale_logits(config: ModelConfig, logits: torch.Tensor) -> None:

@@ -39,7 +39,9 @@ def decoder_step(
     """
     hidden = embedded(weights, input_ids) if rows is None else embedded_with(rows, weights, input_ids)
     mixer_input: torch.Tensor | None = None
-    if hidden_inputs is not None:
+    if hidden_inputs is not None and weights.assistant is not None:
+        hidden = F.linear(torch.cat((hidden, hidden_inputs), dim=-1), weights.assistant.pre_projection)
+    elif hidden_inputs is not None:
         assert weights.merge is not None
         hidden, mixer_input = weights.merge(hidden, hidden_inputs)
     if weights.per_layer is not None:

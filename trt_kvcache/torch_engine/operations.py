@@ -19,6 +19,7 @@ from trt_kvcache.torch_engine.adapter_updates import AdapterUpdate
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
+from trt_kvcache.torch_engine.row_lookup import LookUp
 
 #: A matrix ``[out, in]``.
 TorchMatrix: TypeAlias = torch.Tensor | PackedMatrix | PackedParts
@@ -243,6 +244,7 @@ class Operations:
     projections: Projections
     router: Router
     experts: ExpertProducts
+    look_up: LookUp
     per_layer_inputs: torch.Tensor | None = None  # [layers, A, s, size] of a step, from the per-layer embedding
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.checkpoint.decoder_weights import NormWeights
 from trt_kvcache.model import ModelConfig, PerLayerInputConfig
@@ -13,6 +12,7 @@ from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, PER_LAYER_NORM,
 from trt_kvcache.torch_engine.fused_projections import fused
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import ACTIVATIONS, Operations, TorchProjection
+from trt_kvcache.torch_engine.row_lookup import Table
 from trt_kvcache.torch_engine.stored_rows import LoadRows, StoredRows
 from trt_kvcache.torch_engine.stored_weights import LoadTensor, StoredWeights, arranged
 
@@ -21,7 +21,7 @@ from trt_kvcache.torch_engine.stored_weights import LoadTensor, StoredWeights, a
 class PerLayerEmbedding:
     """A second embedding ``[vocab, layers * size]``, whose rows are scaled by ``factor``, and a scaled projection to its width."""
 
-    embedding: torch.Tensor | StoredRows
+    embedding: Table | StoredRows
     factor: float
     projection: TorchProjection
     projection_factor: float
@@ -45,8 +45,8 @@ class PerLayerEmbedding:
         """Return the inputs ``[layers, A, s, size]`` of all layers. ``hidden``: input of the first one."""
         size = len(self.norm.weight)
         projected = operations.projections.project(self.projection, hidden) * self.projection_factor
-        table = self.embedding
-        rows = (F.embedding(input_ids, table) if isinstance(table, torch.Tensor) else table(input_ids)) * self.factor
+        table, rows_of = self.embedding, operations.look_up
+        rows = (table(input_ids, rows_of) if isinstance(table, StoredRows) else rows_of(table, input_ids)) * self.factor
         mixed = (self.norm(projected.unflatten(2, (-1, size))) + rows.unflatten(2, (-1, size))) * 0.5**0.5
         return mixed.movedim(2, 0)
 

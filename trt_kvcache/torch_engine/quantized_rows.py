@@ -24,15 +24,14 @@ class QuantizedRowsAttention(LiveRowsAttention):
 
     def write(self, layer: int, slots: slice, start: int, end: int, new: list[torch.Tensor]) -> None:
         """Quantize the new rows ``[n, s, H, D]`` of K and of V, and write them into tokens ``start`` to ``end`` of slots."""
-        self._dtype = new[0].dtype
         k, v = (rows[:, : end - start].float().numpy() for rows in new)
         for row, (cache, scales) in enumerate(self._stored(layer, slots)):
             append_rows(cache, scales, start, k[row], v[row], self._tensors.caches[layer][0].dtype)
 
-    def read(self, layer: int, slots: slice, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V ``[n, H, end - first, D]`` of slots."""
+    def read(self, layer: int, slots: slice, first: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V ``[n, H, end - first, D]`` of slots in ``dtype``."""
         rows = [live_rows(cache, scales, slice(first, end)) for cache, scales in self._stored(layer, slots)]
-        k, v = (torch.from_numpy(np.stack([sides[side] for sides in rows])).to(self._dtype) for side in range(2))
+        k, v = (torch.from_numpy(np.stack([sides[side] for sides in rows])).to(dtype) for side in range(2))
         return k, v
 
     def _stored(self, layer: int, slots: slice) -> list[tuple[_Array, _Array]]:

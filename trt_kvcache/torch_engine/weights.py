@@ -9,7 +9,7 @@ from itertools import count
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from trt_kvcache.checkpoint.decoder_weights import NormWeights, merge_weights
+from trt_kvcache.checkpoint.decoder_weights import AssistantWeights, NormWeights, assistant_weights, merge_weights
 from trt_kvcache.model import AttentionConfig, Eagle3InputConfig, ModelConfig, NormConfig, RoutedMlpConfig
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
@@ -74,7 +74,7 @@ class Merge:
 class TorchWeights:
     """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one tensor if they are tied.
 
-    ``embedding_factor`` multiplies rows of the embedding. ``is_packed``: some matrices are packed.
+    An assistant has the embedding of its model. ``embedding_factor`` multiplies its rows. ``is_packed``: some matrices are packed.
     """
 
     embedding: torch.Tensor
@@ -85,6 +85,7 @@ class TorchWeights:
     is_packed: bool
     per_layer: PerLayerEmbedding | None
     merge: Merge | None = None
+    assistant: AssistantWeights[torch.Tensor] | None = None
 
     @property
     def widest(self) -> int:
@@ -119,6 +120,7 @@ def torch_weights(
         final_norm=final_norm,
         head=head,
         merge=Merge.of(config, load),
+        assistant=assistant_weights(config, lambda name: arranged(load(name))),
         per_layer=PerLayerEmbedding.of(config, dtype, load, load_rows),
         is_packed=not all(isinstance(matrix, torch.Tensor) for matrix in matrices)
         or any(block.part.experts.is_packed for block in blocks if isinstance(block.part, RoutedMlp)),

@@ -12,8 +12,10 @@ from itertools import count
 from typing import Any
 
 from trt_kvcache.engine.bound_engine import BoundEngine
+from trt_kvcache.engine.embedding_rows import EmbeddingRows
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode
+from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.trt.cuda_graphs import CudaGraphCache
 from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings, stream_handle
@@ -79,6 +81,8 @@ class GraphEngine(BoundEngine):
 
     def __init__(self, memory: Memory, tensorrt: TensorRT, *, network: str, cuda_graphs: bool) -> None:
         self.memory = memory
+        #: Rows of token ids past the vocabulary; None for an engine that was built without ``max_embeddings``.
+        self.embeddings: EmbeddingRows | None = None
         self._resources = EngineResources(tensorrt, memory)
         self._runtime_cache: RuntimeCache | None = None
         self._has_saved = False
@@ -156,6 +160,18 @@ class GraphEngine(BoundEngine):
         for graphs in (self._graphs, self._prefill_graphs):
             if graphs is not None:
                 self._resources.callback(graphs.close)  # before the contexts, whose memory the graphs use
+
+    def _make_embeddings(self, config: EngineFolderConfig) -> EmbeddingRows:
+        """Allocate the rows of an engine with an input for them, which every context reads at one address."""
+        rows = EmbeddingRows(
+            self.memory,
+            capacity=config.max_embeddings,
+            hidden_size=config.model.hidden_size,
+            vocab_size=config.model.vocab_size,
+            dtype=config.dtype,
+        )
+        self._resources.callback(rows.close)
+        return rows
 
     def _copy_context(self, context: int, stream: int) -> int:
         """Copy a context of every plan, with its addresses and shapes; return the number of the copy."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.engine.decoder_tensors import step_shape
+from trt_kvcache.engine.embedding_rows import EMBEDDING_ROWS
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_folder.config import EngineFolderConfig
@@ -70,6 +71,8 @@ class SegmentedEngine(GraphEngine):
         As given.
     names : TensorNames
         Names of the engine's tensors.
+    embeddings : EmbeddingRows or None
+        Rows of token ids past the vocabulary, of an engine that was built with ``max_embeddings``.
 
     Notes
     -----
@@ -110,6 +113,8 @@ class SegmentedEngine(GraphEngine):
             known = {**self.tensors, **intermediates, **{spec.name: spec for spec in constant_specs}}
             self._ops = OpInstances(self._stages, tensors=known, profiles=config.profiles, resources=self._resources, stream=stream)
             self._create_contexts(plans, num_sets=self._num_sets, stream=stream)
+            if config.max_embeddings:
+                self.embeddings = self._make_embeddings(config)
             self._bind_intermediates(plans)
             memory.synchronize(stream)
             self._plans = SegmentPlans(plans, tensors=self.tensors, intermediates=intermediates, names=self.names)
@@ -178,10 +183,12 @@ class SegmentedEngine(GraphEngine):
 
     def _bind_intermediates(self, plans: Sequence[LoadedPlan]) -> None:
         """Bind the tensors that no caller binds."""
+        rows = {} if self.embeddings is None else {EMBEDDING_ROWS: self.embeddings.table}
         for plan in plans:
             for context in range(self._num_sets * len(self.config.profiles)):
                 for name in plan.tensors.keys() - self.tensors.keys():
-                    plan.set_tensor_address(context, name, self._shared.tensor(name, 1, 1).ptr)
+                    tensor = rows[name] if name in rows else self._shared.tensor(name, 1, 1)
+                    plan.set_tensor_address(context, name, tensor.ptr)
 
     def _step(self, active: ProfileBindings) -> Enqueue:
         """Check that the shapes fit each other, and make the launches of all stages."""

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.checkpoint.adapters.adapter_set import AdapterSet
+from trt_kvcache.engine.embedding_rows import EMBEDDING_ROWS
 from trt_kvcache.engine.hidden_tensors import HIDDEN_INPUTS, most_tokens
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine.slot_adapters import SlotAdapters
+from trt_kvcache.engine.step_ancestors import StepAncestors
 from trt_kvcache.engine.step_rows import StepRows
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
@@ -67,8 +69,9 @@ class TensorRTEngine(GraphEngine):
     Attributes
     ----------
     tensors : mapping of str to TensorSpec
-        Inputs and outputs by name, inputs first; of the whole engine, but for V outputs (``config.v_outputs``), inputs for adapters
-        (``config.adapter_tensors``) and hidden states (``config.hidden_tensors``), which the engine binds.
+        Inputs and outputs by name, inputs first; of the whole engine, but for those that the engine binds: V outputs
+        (``config.v_outputs``), inputs for adapters (``config.adapter_tensors``), for rows (``config.embedding_tensors``) and for trees
+        (``config.tree_tensors``), and hidden states (``config.hidden_tensors``).
     profiles : sequence of EngineProfile
         The optimisation profiles, by index.
     memory : Memory
@@ -79,6 +82,10 @@ class TensorRTEngine(GraphEngine):
         As given.
     slot_adapters : SlotAdapters or None
         The adapters of the slots of the next step; None without adapters.
+    embeddings : EmbeddingRows or None
+        Rows of token ids past the vocabulary, of an engine that was built with ``max_embeddings``.
+    ancestors : StepAncestors or None
+        The trees of the new tokens of the next step; None for an engine that takes chains only. Built with ``draft_tree`` it takes trees.
     hidden_states, hidden_inputs : StepRows or None
         Hidden states of the tokens of the last step, of an engine that was built with ``draft_head`` or of a draft head, and those that the
         next step of a draft head reads.
@@ -110,6 +117,7 @@ class TensorRTEngine(GraphEngine):
         self.config = config
         self.names = names
         self.slot_adapters: SlotAdapters | None = None
+        self.ancestors: StepAncestors | None = None
         self.hidden_states: StepRows | None = None
         self.hidden_inputs: StepRows | None = None
         try:
@@ -119,21 +127,19 @@ class TensorRTEngine(GraphEngine):
                 built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
                 if config.attention_variant == "plugin" and config.plugin_library is None:
                     register(tensorrt)
-            v_outputs, adapter_tensors = ((), ()) if config is None else (config.v_outputs, config.adapter_tensors)
-            hidden_tensors = () if config is None else config.hidden_tensors
+            v_outputs, trees, hidden = ((), (), ()) if config is None else (config.v_outputs, config.tree_tensors, config.hidden_tensors)
+            own_tensors = () if config is None else (*config.adapter_tensors, *config.embedding_tensors, *trees, *hidden)
             has_library = config is not None and config.plugin_library is not None
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by, has_library=has_library)
             self.profiles = read_profiles(self._plan.ranges, names)
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                self._plan.tensors = compare_tensors(
-                    self._plan.tensors, [*map(packed_as_int32, config.tensors), *adapter_tensors, *hidden_tensors, *v_outputs]
-                )
+                self._plan.tensors = compare_tensors(self._plan.tensors, [*map(packed_as_int32, config.tensors), *own_tensors, *v_outputs])
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
             unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
-            not_for_callers = {spec.name for spec in (*adapter_tensors, *hidden_tensors, *v_outputs)}
+            not_for_callers = {spec.name for spec in (*own_tensors, *v_outputs)}
             self.tensors = {name: spec for name, spec in unpacked.tensors.items() if name not in not_for_callers}
             num_sets = count_binding_sets(self.tensors, names)
             self._create_contexts([self._plan], num_sets=num_sets, stream=stream)
@@ -141,7 +147,12 @@ class TensorRTEngine(GraphEngine):
             self._bind_v_outputs(v_outputs, contexts, stream)
             if config is not None and config.adapters is not None:
                 self._bind_adapters(config, adapters, contexts, stream)
-            self._bind_hidden_states(hidden_tensors, contexts)
+            if config is not None and config.max_embeddings:
+                self.embeddings = self._make_embeddings(config)
+                for context in contexts:
+                    self._plan.set_tensor_address(context, EMBEDDING_ROWS, self.embeddings.table.ptr)
+            self._bind_trees(trees, contexts)
+            self._bind_hidden_states(hidden, contexts)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,
@@ -261,6 +272,14 @@ class TensorRTEngine(GraphEngine):
             for context in contexts:
                 self._plan.set_tensor_address(context, name, address)
         self.slot_adapters = buffers.slot_adapters
+
+    def _bind_trees(self, trees: Sequence[TensorSpec], contexts: Sequence[int]) -> None:
+        """Bind the input for trees in every context. Contexts of CUDA graphs copy the address."""
+        for spec in trees:
+            self.ancestors = StepAncestors(self.memory, max_slots=spec.shape[0], is_input=True)
+            self._resources.callback(self.ancestors.close)
+            for context in contexts:
+                self._plan.set_tensor_address(context, spec.name, self.ancestors.address)
 
     def _bind_hidden_states(self, hidden_tensors: Sequence[TensorSpec], contexts: Sequence[int]) -> None:
         """Allocate the rows of hidden states of the largest enqueue, and bind them in every context."""

@@ -6,6 +6,9 @@ import numpy as np
 
 from trt_kvcache.dtypes import numpy_dtype
 
+#: Bytes that addresses of TensorRT are a multiple of.
+ALIGNMENT = 256
+
 
 class PluginLayer:
     """A plugin layer: its tensors in the network, and the plugin. ``run_plugins_on_host`` lets it run."""
@@ -40,5 +43,9 @@ class PluginLayer:
         descs = [SimpleNamespace(dims=array.shape, type=one) for array, one in zip(arrays, types, strict=True)]
         results = [self._unwritten(arrays), *(arrays[alias] for alias in self.aliases[1:])]
         self.plugin.on_shape_change(descs, [])
-        self.plugin.enqueue(descs, [], [one.ctypes.data for one in arrays], [one.ctypes.data for one in results], 0x1000, 0)
+        sizes = [SimpleNamespace(max=array.shape) for array in arrays]
+        workspace = np.full(self.plugin.get_workspace_size(sizes, []) + ALIGNMENT, 0xFF, np.uint8)
+        aligned = -(-workspace.ctypes.data // ALIGNMENT) * ALIGNMENT
+        addresses = [[one.ctypes.data for one in side] for side in (arrays, results)]
+        self.plugin.enqueue(descs, [], *addresses, aligned, 0)
         return results

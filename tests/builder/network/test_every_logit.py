@@ -15,9 +15,9 @@ from tests.sweeps import one_of_each_family, some
 from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.trt.module import TensorRT
 
-from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MODELS, MODELS_AND_ATTENTIONS, Defined, declared
+from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MODELS_AND_ATTENTIONS, Defined, declared
 from .test_network_values import LOGITS_TOLERANCE, assert_near, runners, tokens_of
-from .test_segments import Segments
+from .test_segments import WITHOUT_EXPERTS, Segments
 
 pytestmark = pytest.mark.trt
 
@@ -50,7 +50,7 @@ def test_a_network_has_the_logits_of_the_reference_engine(define: Define, model:
     assert_near(three_steps(network, tokens), three_steps(reference, tokens), LOGITS_TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("model", some(one_of_each_family(MODELS), 6))
+@pytest.mark.parametrize("model", some(one_of_each_family(WITHOUT_EXPERTS), 6))
 def test_they_are_those_of_a_network_with_one(define: Define, model: str) -> None:
     tokens, _ = tokens_of(model)
     attention = attentions_of(model, MAX_SEQUENCE_LENGTH)[0]

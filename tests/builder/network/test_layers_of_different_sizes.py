@@ -53,6 +53,7 @@ class Stored:
     """A checkpoint of random weights."""
 
     draft_tokens = None  # of an EAGLE-3 head
+    token_clusters = None  # of an assistant
 
     def __init__(self, model: ModelConfig) -> None:
         random = np.random.default_rng(0)

@@ -1,13 +1,16 @@
 """One network with plugin layers for each golden model: what it computes, with the plugin's NumPy twin, and that it builds."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from tests.helpers.models import model_of
+from tests.helpers.models import model_of, write_model
 from tests.reference.rig import golden
 from tests.sweeps import one_of_each_family, some
 from tests.trt.plugin.on_host import run_plugins_on_host
 from trt_kvcache.builder.serialization import make_config, serialize
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.quantized_kv import QuantizedKV
@@ -16,6 +19,7 @@ from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.int32_packing import packed_shape
 
+from . import conftest
 from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MODELS
 from .interpreter import interpret
 from .plugin_networks import define_with_plugin_layers
@@ -134,6 +138,42 @@ def test_it_builds_into_one_plan_that_names_the_plugin(rtx, model):
     plan = build(define_with_plugin_layers(rtx, model, **BUILDS[model]))
     assert len(plan) > 10_000
     assert b"KVCacheAttention" in plan
+
+
+#: A model whose experts are of whole tiles, so that quantized ones stay packed.
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "head_dim": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(("quantize", "kind"), [(None, None), ("int8", 2), pytest.param("int4:32", 1, marks=pytest.mark.slow)])
+def test_experts_build_into_plugin_layers(rtx, monkeypatch, tmp_path, quantize, kind):
+    """Constants are weights of 16 bits, or packed bytes; the format is an attribute."""
+    folder = write_model(tmp_path / "model", num_hidden_layers=2, **EXPERTS)
+    monkeypatch.setattr(conftest, "Checkpoint", SimpleNamespace(open=lambda folder: Checkpoint.open(folder, quantize=quantize)))
+    network = define_with_plugin_layers(rtx, folder, logits=7)
+    experts = [one.plugin for one in network.plugins if one.plugin.plugin_name == "CustomOperation"]
+    assert [one.fields.attributes.get("up_kind") for one in experts] == [kind] * 2
+    assert [one.fields.attributes.get("down_kind") for one in experts] == [kind] * 2
+    stored = {name.rpartition(".")[2]: array.dtype.name for name, array in network.constants.items() if ".0.mlp/experts" in name}
+    packed = {f"{prefix}_{part}": "int32" for prefix in ("up", "down") for part in ("values", "scales")}
+    assert stored == {"router": "float32"} | (dict.fromkeys(("up", "down"), "float16") if kind is None else packed)
+    plan = build(network)
+    assert (b"CustomOperation" in plan, b"experts" in plan, b"KVCacheAttention" in plan) == (True, True, True)
+
+
+def test_attention_with_sinks_builds_into_our_operation(rtx):
+    network = define_with_plugin_layers(rtx, "gpt_oss-mxfp4", dtype="bfloat16", quantized=QuantizedKV("int8"))
+    operations = [one.plugin.fields.operation for one in network.plugins]
+    assert sorted(operations) == ["attention"] * 3 + ["experts"] * 3
+    assert network.constants["model.layers.0.self_attn.sinks"].dtype == np.float32
+    plan = build(network)
+    assert (b"CustomOperation" in plan, b"KVCacheAttention" in plan) == (True, False)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Sessions over networks with plugin layers, by the interpreter of networks and the NumPy twin of the plugin's kernels, in host memory.
 
-K and V are in 16 bits, and quantized in each way; layers are equal, and differ in everything.
+K and V are in 16 bits, and quantized in each way; layers are equal, and differ in everything, or have experts.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -43,6 +43,11 @@ MODELS = {
     MIXED: mixed_model(64, 128, 256, 80),  # heads, windows, softcap, scale, RoPE of a part and none, per-layer inputs
 }
 
+#: Layers with experts, and the schemes of their weights: in 16 bits, and packed.
+EXPERTS = {"experts": None, "experts in int8": "int8", "experts in int4": "int4:32"}
+_EXPERT_SIZES = {"head_dim": 64, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2}
+WITH_EXPERTS = ModelConfig.from_dict({**SMALL, "model_type": "qwen3_moe", "num_hidden_layers": 2, **_EXPERT_SIZES})
+
 #: Static scales of K and V that hold every row of either model, with room.
 _HEADS = [tuple(0.02 + 0.01 * head for head in range(count)) for count in (2, 2, 3, 1)]
 _STATIC = {"head": [(scales, scales) for scales in _HEADS], "tensor": [(0.03, 0.02)] * 4}
@@ -58,6 +63,9 @@ FORMS: dict[str, tuple[str, str] | None] = {
 
 #: Longer than an enqueue takes, of one token, and between.
 PROMPTS = [[5, 9, 3, 30, 11, 2, 7, 36, 1, 12, 13, 14, 15], [8], [21, 22, 4]]
+
+#: Of logits of a model with experts. Seen: 0.01
+EXPERTS_TOLERANCE = 0.03
 
 #: Of logits, relative to the largest. An element of K or V that is rounded the other way is off by 1/14 of itself in fp8. Seen: 0.0083,
 #: 0.127 and 0.053.
@@ -75,9 +83,6 @@ class Opened(RandomCheckpoint):
 
     def fingerprint(self):
         return "0" * 64
-
-    def quantized_weight(self, name):
-        return None
 
     def release(self, name):
         pass
@@ -101,15 +106,16 @@ class Made:
 
 @pytest.fixture
 def make(rtx, monkeypatch, tmp_path):
-    """Return ``make(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False)``."""
+    """Return ``make(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False, draft_tree=None, of=MODELS)``."""
 
-    def make_model(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False):
-        checkpoint = Opened(MODELS[model])
+    def make_model(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False, draft_tree=None, of=MODELS):
+        checkpoint = Opened(of.get(model, WITH_EXPERTS), EXPERTS.get(model))
+        options = {"flavour": flavour, "v_outputs": has_v_outputs, "draft_tree": draft_tree}
         monkeypatch.setattr(conftest, "Checkpoint", SimpleNamespace(open=lambda folder: nullcontext(checkpoint)))
         run_plugins_on_host(monkeypatch)
         quantized = quantized_of(checkpoint.config, form)
-        network = define_with_plugin_layers(rtx, model, quantized=quantized, logits=logits, flavour=flavour, v_outputs=has_v_outputs)
-        built_by = {"attention_variant": "plugin", "tensorrt_flavour": flavour}
+        network = define_with_plugin_layers(rtx, model, quantized=quantized, logits=logits, **options)
+        built_by = {"attention_variant": "plugin", "tensorrt_flavour": flavour, "draft_tree": draft_tree}
         built_by["v_outputs"] = v_outputs(checkpoint.config, "float16") if has_v_outputs else ()
         config = make_config(checkpoint, quantized=quantized, max_logits_per_slot=logits, **built_by)
         check_consistency(config)
@@ -198,6 +204,38 @@ def test_drafts(make, model, form):
         for session in both:
             session.accept([4, 1, 2])
         assert_close(*(session.decode([3, 4, 5]) for session in both), tolerance_of(form))
+
+
+@pytest.mark.parametrize("model", EXPERTS)
+def test_experts_in_prompts_decode_steps_and_drafts(make, model):
+    """In steps of up to 33 tokens, which a plugin layer launches in parts."""
+    with open_sessions(make(model, "16 bits", logits=8)) as both:
+        for call in (
+            lambda session: session.prefill(PROMPTS),
+            lambda session: session.decode([3, 4, 5]),
+            lambda session: session.append([[], [7, 8, 9], [3, 1]])[1],
+        ):
+            found, expected = map(call, both)
+            assert_close(found, expected, EXPERTS_TOLERANCE)
+        rows = [[3, 4, 5, 6, 7, 8, 9, 10], [7, 2], [8, 9, 1, 2, 3]]
+        for row, found, expected in zip(rows, *(session.verify(rows) for session in both), strict=True):
+            assert_close(found[: len(row)], expected[: len(row)], EXPERTS_TOLERANCE)
+
+
+def test_steps_with_experts_are_replayed_and_survive_compaction_and_snapshots(make, tmp_path):
+    made, found = make("experts in int8", "16 bits"), []
+    for capturing in (False, True):
+        with open_sessions(made, capturing=capturing) as (ours, _):
+            tokens = serve(ours, PROMPTS)
+            ours.prefill(PROMPTS)
+            ours.save_snapshot(tmp_path / f"first {capturing}", 0)
+            ours.cache.compact_batch([1, -1, 0], 3, 2, stream=ours.cache.memory.create_stream())
+            tokens += [ours.prefill([PROMPTS[2], PROMPTS[0]]).tobytes(), ours.decode([3, 4]).tobytes()]
+            tokens += [one.token for one in ours.resume(tmp_path / f"first {capturing}", max_new_tokens=3, temperature=0.0)]
+            found.append(tokens)
+            replayed = ours.cache.memory.replayed if capturing else {}
+    assert found[0] == found[1]
+    assert sum(replayed.values()) > 2
 
 
 @pytest.mark.parametrize("form", [pytest.param("16 bits", marks=pytest.mark.slow), "int8 by token"])

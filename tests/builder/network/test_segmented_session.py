@@ -25,10 +25,11 @@ TOLERANCE = 0.015
 
 
 @contextmanager
-def open_sessions(rtx, tmp_path, monkeypatch, model, *, logits=1):
+def open_sessions(rtx, tmp_path, monkeypatch, model, *, logits=1, max_embeddings=0):
     """Yield a session over the segments of a golden model, and one over its reference engine."""
-    segments = Segments(rtx, tmp_path, model, "float16", logits=logits)
-    folder = make_engine_folder(GOLDEN / model, tmp_path / "engine", segmented=True, max_logits_per_slot=logits)
+    segments = Segments(rtx, tmp_path, model, "float16", logits=logits, max_embeddings=max_embeddings)
+    sizes = {"max_logits_per_slot": logits, "max_embeddings": max_embeddings}
+    folder = make_engine_folder(GOLDEN / model, tmp_path / "engine", segmented=True, **sizes)
     config = folder.config
     fake = FakeTensorRT(config.tensors, config.profiles)
     install(fake, monkeypatch, tmp_path / "caches")
@@ -39,9 +40,9 @@ def open_sessions(rtx, tmp_path, monkeypatch, model, *, logits=1):
     memory = AddressedMemory()
     with folder.read_plan() as plan:  # SegmentedEngine.open wants a GPU
         engine = SegmentedEngine(fake.loaded, plan, memory=memory, config=config, constants=folder.read_constants(), cuda_graphs=False)
-    options = {**SIZES, "attention": "plugin", "dtype": "float16", "max_logits_per_slot": logits}
+    options = {**SIZES, **sizes, "attention": "plugin", "dtype": "float16"}
     with (
-        InferenceSession(engine, make_cache(config.cache, memory=memory), names=config.names) as ours,
+        InferenceSession(engine, make_cache(config.cache, memory=memory), names=config.names, model=config.model) as ours,
         InferenceSession.from_model(GOLDEN / model, engine="reference", **options) as reference,
     ):
         yield ours, reference
@@ -75,3 +76,16 @@ def test_a_session_over_segments_has_every_logit(rtx, tmp_path, monkeypatch):
             assert_close(found[given], expected[given], TOLERANCE)
             for session in (ours, reference):
                 session.accept(counts)
+
+
+@pytest.mark.parametrize("model", ["llama-linear", "gemma2"])
+def test_rows_come_in_within_the_first_segment(rtx, tmp_path, monkeypatch, model):
+    """Of a model without an embedding multiplier, and of one with it, which does not scale rows."""
+    with open_sessions(rtx, tmp_path, monkeypatch, model, max_embeddings=4) as (ours, reference):
+        rows = np.random.default_rng(0).normal(size=(3, reference.model.hidden_size))
+        found = []
+        for session in (ours, reference):
+            first, second, third = session.add_embeddings(rows)
+            prompts = [[5, first, second, 30, 11, 2, 7, 40, 1, 12, 13, third, 15], [8], [third, 22, 4]]
+            found.append(np.stack([session.prefill(prompts), session.decode([3, 4, 5]), session.append([[1], [first], [second]])]))
+        assert_close(*found, TOLERANCE)

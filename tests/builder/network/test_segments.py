@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.builder.network.resolved import resolved
-from tests.helpers.models import attentions_of
+from tests.helpers.models import attentions_of, has_experts
 from tests.reference.rig import golden
 from tests.sweeps import each_once, one_of_each_family, some
 from trt_kvcache.builder.definition import define_constants, define_segments
@@ -25,13 +25,18 @@ from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, States, a
 pytestmark = pytest.mark.trt
 
 
+#: Experts are in one plan only.
+WITHOUT_EXPERTS = [model for model in MODELS if not has_experts(model)]
+
+
 class Segments:
     """The segments of a golden model, and combined caches; driven as ``test_network_values.Network`` is."""
 
-    def __init__(self, rtx, folder, model, dtype, *, logits=1, quantized=None):
+    def __init__(self, rtx, folder, model, dtype, *, logits=1, quantized=None, max_embeddings=0):
         self.tensorrt = rtx
         with recording(rtx, model) as (checkpoint, self.arrays, messages):
-            self.options = resolved(checkpoint.config, **SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
+            sizes = {**SIZES, "max_logits_per_slot": logits, "max_embeddings": max_embeddings}
+            self.options = resolved(checkpoint.config, **sizes, dtype=dtype, attention="plugin")
             self.model, self.cache = checkpoint.config, self.options.cache_for(checkpoint.config, quantized)
             self.definitions = define_segments(checkpoint, self.options, self.cache, rtx, messages)
             constants = define_constants(checkpoint, self.cache, dtype=dtype)
@@ -78,7 +83,7 @@ class Segments:
         return known["logits"]
 
 
-@pytest.mark.parametrize(("model", "dtype"), each_once(some(one_of_each_family(MODELS), 8), ("float32", "float16")))
+@pytest.mark.parametrize(("model", "dtype"), each_once(some(one_of_each_family(WITHOUT_EXPERTS), 8), ("float32", "float16")))
 def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rtx, define, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for cache in segments.combined:

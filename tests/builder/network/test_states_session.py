@@ -22,7 +22,9 @@ from .test_network_values import GOLDEN_TOLERANCE, Network, assert_near
 pytestmark = pytest.mark.trt
 
 #: Golden models with states, with the attention that is chosen for them: ``test_network_values`` has the other one.
-STATEFUL = [(model, attentions_of(model, MAX_SEQUENCE_LENGTH)[0]) for model in MODELS if model_of(model).recurrent_layers]
+STATEFUL = [
+    (model, found[0]) for model in MODELS if model_of(model).recurrent_layers and (found := attentions_of(model, MAX_SEQUENCE_LENGTH))
+]
 
 
 @contextmanager

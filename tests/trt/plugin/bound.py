@@ -19,22 +19,33 @@ PLUGIN_TYPES = {"float16": DataType.HALF, "bfloat16": DataType.BF16, "float32": 
 class Bound:
     """A plugin with its tensors, on the device and on the host. Behind ``out`` there is one slot more, which stays as it is."""
 
-    def __init__(self, case, memory, stream):
+    def __init__(self, case, memory, stream, *, takes_trees=False):
         self.case, self.host = case, inputs(case, 1)
         rotary = case.head_dim if case.rotary_dim is None else case.rotary_dim
         self.fields = AttentionAttributes(
             num_heads=case.kv_heads * case.group, num_kv_heads=case.kv_heads, head_dim=case.head_dim, scale=case.scale or 0.0,
             window=case.window, softcap=case.softcap, rotary_dim=rotary,
-            kv_dtype=case.kv_dtype, kv_scales=case.scales if case.kv_dtype else None,
+            kv_dtype=case.kv_dtype, kv_scales=case.scales if case.kv_dtype else None, takes_trees=takes_trees,
         )  # fmt: skip
         self.host = {name: self.host[name] for name in inputs_of(self.fields) if name in self.host}  # in the order of the plugin
         slots, *rest = self.host["q"].shape
         self.memory, self.stream, self.handle = memory, stream, int(stream.__cuda_stream__()[1])
         self.tensors = {name: memory.to_device(np.ascontiguousarray(array), stream=stream) for name, array in self.host.items()}
+        if takes_trees:
+            known = self.tensors | {"ancestors": self._table()}
+            self.tensors = {name: known[name] for name in inputs_of(self.fields) if name in known}
         self.out = memory.to_device(np.zeros((slots + 1, *rest), self.host["q"].dtype), stream=stream)
         self.workspace = memory.to_device(np.empty(workspace_nbytes(self.fields), np.uint8), stream=stream)
         self.fill()
         self.plugin = plugin_class(tensorrt())(self.fields)
+
+    def _table(self):
+        """The input for trees, of one slot more: the tokens of the case come first. Without a tree all bits are set."""
+        table = np.full((1 + len(self.case.lengths), 64, 2), -1, np.int32)
+        if "ancestors" in self.host:
+            words = np.ascontiguousarray(self.host["ancestors"]).view(np.int32).ravel()
+            table.reshape(-1)[: len(words)] = words
+        return self.memory.to_device(table, stream=self.stream)
 
     def fill(self):
         """Leave in the workspace, and in ``out``, what another layer might: all bits are ones."""

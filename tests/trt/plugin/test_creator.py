@@ -15,8 +15,12 @@ pytestmark = pytest.mark.trt
 
 ATTRIBUTES = AttentionAttributes(num_heads=14, num_kv_heads=7, head_dim=96, scale=0.1, window=2**31 - 1, softcap=30.5, rotary_dim=92)
 #: By version.
-ATTRIBUTES_OF = {"1": ATTRIBUTES, "2": replace(ATTRIBUTES, kv_dtype="int8", kv_scales="token")}
-TYPES_OF = {"1": ATTRIBUTE_TYPES, "2": QUANTIZED_ATTRIBUTE_TYPES}
+ATTRIBUTES_OF = {
+    "1": ATTRIBUTES,
+    "2": replace(ATTRIBUTES, kv_dtype="int8", kv_scales="token"),
+    "3": replace(ATTRIBUTES, takes_trees=True),
+}
+TYPES_OF = {"1": ATTRIBUTE_TYPES, "2": QUANTIZED_ATTRIBUTE_TYPES, "3": QUANTIZED_ATTRIBUTE_TYPES}
 
 
 def stored_fields(plugin):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.helpers.assertions import raises
-from tests.kernels.attention import DECODE_CASES, FEW_CASES, PREFILL_CASES, QUANTIZED, quantized
+from tests.kernels.attention import DECODE_CASES, FEW_CASES, PREFILL_CASES, QUANTIZED, TREE_CASES, quantized
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 from tests.trt.plugin.bound import Bound
-from trt_kvcache.errors import CapacityError, KVCacheError
+from trt_kvcache.errors import CapacityError, KVCacheError, ShapeError
 from trt_kvcache.ops.borrowed_workspace import MAX_MULTIPROCESSORS
 from trt_kvcache.trt.plugin import enqueue as step
 
@@ -183,3 +183,36 @@ def test_the_memory_is_that_of_the_current_device(memory):
     memory.make_current()
     assert step.current_memory() is step.current_memory()
     assert step.current_memory().device == memory.device
+
+
+_TREES = ["a few tokens", "ragged", "as many tokens as a mask has bits", "a window inside the tree", "heads of 512"]
+_TREE_CASES = {name: replace(TREE_CASES[name], layout="combined", packed=False, in_place=False, new=None) for name in _TREES}
+_TREE_CASES |= {
+    f"a few tokens, {kv_dtype}, {scales}": quantized(_TREE_CASES["a few tokens"], kv_dtype, scales) for kv_dtype, scales in QUANTIZED
+}
+
+
+@pytest.mark.parametrize("name", list(_TREE_CASES))
+def test_trees(memory, stream, name):
+    bound = Bound(_TREE_CASES[name], memory, stream, takes_trees=True)
+    for _ in range(2):
+        bound.fill()
+        bound.enqueue()
+        bound.check(_TREE_CASES[name].dtype)
+
+
+@pytest.mark.parametrize("name", ["groups", "chunks", "a window inside the new tokens", "ragged"])
+def test_chains_where_trees_may_be(memory, stream, name):
+    """One new token, many, which are no tree, and a few, which are a tree of all bits."""
+    cases = DECODE_CASES | FEW_CASES | PREFILL_CASES | _CASES
+    case = replace(cases[name], layout="combined", packed=False, in_place=False)
+    bound = Bound(case, memory, stream, takes_trees=True)
+    bound.enqueue()
+    bound.check(case.dtype)
+
+
+def test_ancestors_of_fewer_slots_are_refused(memory, stream):
+    bound = Bound(_TREE_CASES["a few tokens"], memory, stream, takes_trees=True)
+    bound.tensors["ancestors"] = bound.tensors["ancestors"][:1]
+    with raises(ShapeError, "ancestors", expected="2 slots or more", got=1):
+        bound.enqueue()

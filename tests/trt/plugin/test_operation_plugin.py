@@ -101,15 +101,19 @@ class TestEnqueue:
     def _gpu(self) -> None:
         need_cuda_memory()
 
-    @pytest.mark.parametrize("copied", [False, True])
-    def test_the_result_is_that_of_numpy(self, memory: Any, stream: Any, copied: bool) -> None:
-        """Attention in its own memory, and where TensorRT has copied the cache."""
+    @pytest.mark.parametrize(("copied", "sinks"), [(False, 0), (True, 0), (False, 1)])
+    def test_the_result_is_that_of_numpy(self, memory: Any, stream: Any, copied: bool, sinks: int) -> None:
+        """Attention in its own memory, where TensorRT has copied the cache, and with sinks."""
         random = np.random.default_rng(0)
         heads = [random.normal(size=(3, 2, count, 64)).astype(np.float16) for count in (4, 2, 2)]
         cache = random.normal(size=(3, 2, 2, 12, 64)).astype(np.float16)
         host = [*heads, cache, np.array([5, 0, 9], np.int32), random.normal(size=(12, 2, 32)).astype(np.float32)]
         inputs = (*HEADS, TensorType((-1, 2, 2, 12, 64), "float16"), TensorType((-1,), "int32"), TensorType((12, 2, 32), "float32"))
-        fields = OperationFields("attention", ATTENTION.attributes, inputs)
+        if sinks:
+            host.append(np.array([1, -2, 3, 0.5], np.float32))
+            inputs = (*inputs, TensorType((4,), "float32"))
+        attributes = {**ATTENTION.attributes, **({"sinks": 1} if sinks else {})}
+        fields = OperationFields("attention", attributes, inputs)
         plugin = plugin_of(fields)
         tensors = [memory.to_device(array, stream=stream) for array in host]
         out = memory.to_device(np.full_like(heads[0], np.nan), stream=stream)
@@ -121,7 +125,7 @@ class TestEnqueue:
         plugin.on_shape_change(descs, [])
         plugin.enqueue(descs, [], [one.ptr for one in tensors], [out.ptr, present.ptr], workspace.ptr, handle)
         memory.synchronize(stream)
-        expected_out, expected_cache = run_on_host(AttentionOp(**ATTENTION.attributes), *host)
+        expected_out, expected_cache = run_on_host(AttentionOp(**attributes), *host)
         np.testing.assert_allclose(out.numpy().astype(np.float32), expected_out.astype(np.float32), atol=4e-3)
         assert present.numpy().tobytes() == expected_cache.tobytes()
         assert (tensors[3].numpy().tobytes() == cache.tobytes()) is copied

@@ -141,3 +141,20 @@ def test_the_workspace_is_that_of_the_largest_gpu():
     assert workspace_nbytes(FIELDS) == 256 * (128 + 32) * 5 * 5 * 4 * 4
     many = AttentionAttributes(num_heads=32, num_kv_heads=2, head_dim=80, rotary_dim=20)
     assert workspace_nbytes(many) == 256 * (128 + 2 * 16) * 5 * 5 * 4 * 4
+
+
+@pytest.mark.parametrize("scales", [None, "head", "token"])
+def test_ancestors_follow_the_lengths(scales):
+    plain, shapes = (FIELDS, SHAPES) if scales is None else (QUANTIZED[scales], QUANTIZED_SHAPES[scales])
+    attributes, names = replace(plain, takes_trees=True), [*shapes]
+    place = names.index("lengths") + 1
+    assert input_names(attributes, 1 + len(names)) == (*names[:place], "ancestors", *names[place:])
+    found = check_shapes(attributes, {**shapes, "ancestors": (3, 64, 2)})
+    assert found == {**check_shapes(plain, shapes), "slots": 3}
+    assert check_shapes(attributes, {**shapes, "ancestors": (8, 64, 2)})["slots"] == 8
+    for wrong, parts in (
+        ((3, 63, 2), ("ancestors", "[slots, 64, 2]", "[3, 63, 2]")),
+        ((3, 64), ("ancestors", "[slots, 64, 2]", "[3, 64]")),
+    ):
+        with raises(ShapeError, *parts):
+            check_shapes(attributes, {**shapes, "ancestors": wrong})

@@ -92,14 +92,18 @@ class PluginLayerLowering:
         *,
         max_sequence_length: int,
         start_index: Any,
+        trees: Sequence[Any],
         cos_sin: Mapping[RopeKind, Any],
+        sinks: Mapping[int, Any],
         v_outputs: bool,
     ) -> None:
         self._model = model
         self._layers = layers
         self._max_sequence_length = max_sequence_length
         self._start_index = start_index
+        self._trees = trees  # the input for trees of draft tokens, or nothing
         self._cos_sin = cos_sin
+        self._sinks = sinks
         self._v_outputs = v_outputs
         self._positions: Any = None
         self._query_factors: dict[QueryScaling, Any] = {}
@@ -143,7 +147,9 @@ class PluginLayerLowering:
         cache, *scales = self._kv[source]
         kind = rope_kind(mixer.after_norms)
         angles = [] if kind is None else [self._cos_sin[kind]]
-        plugin_layer = self._layers.layers.add(node.layer, [q, *self._new[source], cache, self._start_index, *scales, *angles])
+        sinks = [self._sinks[layer]] if layer in self._sinks else []
+        lengths = [self._start_index, *self._trees]
+        plugin_layer = self._layers.layers.add(node.layer, [q, *self._new[source], cache, *lengths, *scales, *angles, *sinks])
         attended = graph.result(plugin_layer)
         for index, spec in enumerate(node.present):
             self._kv[source][index] = plugin_layer.get_output(1 + index)

@@ -8,6 +8,7 @@ from trt_kvcache.builder.network.adapter_updates import AdapterUpdates
 from trt_kvcache.builder.network.attention_lowering import AttentionLowering
 from trt_kvcache.builder.network.new_tokens import NewTokens
 from trt_kvcache.builder.network.per_layer_input import PerLayerInputs
+from trt_kvcache.builder.network.plugin_nodes import DecoderPluginLayers
 from trt_kvcache.builder.network.rope import RopeTables
 from trt_kvcache.builder.network.step_lengths import StepLengths
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
@@ -39,4 +40,5 @@ class DecoderContext:
     stored: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # keys and values [B, H, S, D] by layer, as layers are added
     masks: Mapping[int | None, Any] = field(default_factory=dict)  # [B, 1, s, S] bool by window; for the mask variant
     lowering: AttentionLowering | None = None  # for the plugin variant
+    plugin_layers: DecoderPluginLayers | None = None  # for the plugin variant in one plan
     updates: AdapterUpdates | None = None  # of adapters, for a build with inputs for them

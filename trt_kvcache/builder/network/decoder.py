@@ -14,6 +14,7 @@ from trt_kvcache.builder.network.causal_mask import causal_masks
 from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
 from trt_kvcache.builder.network.decomposable import attention_layer_config
+from trt_kvcache.builder.network.embedding_rows import ids_of_tokens, with_rows
 from trt_kvcache.builder.network.embedding_table import embedding_table, look_up, split_table
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.hidden_states import add_hidden_states, head_inputs, step_rows
@@ -24,7 +25,7 @@ from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
-from trt_kvcache.builder.network.weights import Weights
+from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
@@ -60,7 +61,8 @@ def add_decoder(
     attention, max_sequence_length = options.attention, cache.max_sequence_length
     operations = options.operations or {}
     # first, into an empty network
-    plugin_layers = decoder_plugin_layers(graph, model, names, cache, operations) if attention == "plugin" else None
+    has_layers, trees = attention == "plugin", options.tree_tensors
+    plugin_layers = decoder_plugin_layers(graph, weights, model, names, cache, operations, trees) if has_layers else None
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
     last_token_ids = _last_token_ids(graph, model, names, options)
@@ -78,8 +80,8 @@ def add_decoder(
         updates = AdapterUpdates(graph, options.adapter_tensors(model), slots_of=input_ids)
         context = replace(context, updates=updates)
     if plugin_layers is not None:
-        lowering = _plugin_lowering(graph, model, plugin_layers, options, start_index=start_index)
-        context = replace(context, lowering=lowering)
+        lowering = _plugin_lowering(graph, weights, model, plugin_layers, options, start_index=start_index)
+        context = replace(context, lowering=lowering, plugin_layers=plugin_layers)
     elif attention != "plugin":
         lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
         scalings = filter(None, dict.fromkeys(mixer.query_scaling for mixer in model.attention_layers))
@@ -98,10 +100,13 @@ def add_decoder(
             context = replace(context, masks=masks)
     table = embedding_table(graph, weights, embedding_name(model), EMBEDDING)
     if plugin_layers is None or plugin_layers.embedding is None:
-        rows = look_up(graph, "model.embed_tokens", [table], input_ids)
+        tokens = ids_of_tokens(graph, input_ids, model) if options.max_embeddings else input_ids
+        rows = look_up(graph, "model.embed_tokens", [table], tokens)
     else:
         rows = graph.result(plugin_layers.layers.add(plugin_layers.embedding, [table, input_ids]))
     x = head.scaled_embedding(graph, rows, model)
+    if options.max_embeddings:
+        x = with_rows(graph, x, input_ids, model, options.max_embeddings)
     if model.per_layer_embedding is not None:
         tables = split_table(graph, weights, PER_LAYER_EMBEDDING, model.per_layer_embedding.shape(model.num_layers))
         rows = look_up(graph, PER_LAYER_EMBEDDING.removesuffix(".weight"), tables, input_ids)
@@ -171,14 +176,19 @@ def _add_head(
 
 
 def _plugin_lowering(
-    graph: Graph, model: ModelConfig, layers: DecoderPluginLayers, options: ResolvedOptions, *, start_index: Any
+    graph: Graph, weights: Weights, model: ModelConfig, layers: DecoderPluginLayers, options: ResolvedOptions, *, start_index: Any
 ) -> PluginLayerLowering:
-    """Return the lowering to plugin layers, after adding the RoPE tables that they read."""
+    """Return the lowering to plugin layers, after adding the RoPE tables and the attention sinks that they read."""
     length = options.max_sequence_length
     tables = {kind: graph.constant(name, cos_sin(kind, length=length)) for kind, name in cos_sin_names(model).items()}
-    return PluginLayerLowering(
-        model, layers, max_sequence_length=length, start_index=start_index, cos_sin=tables, v_outputs=options.v_outputs
-    )
+    sinks = {
+        index: graph.constant(f"model.layers.{index}.self_attn.sinks", LayerWeights(weights, model, index).exact("sinks"))
+        for index, mixer in zip(model.attention_indices, model.attention_layers, strict=True)
+        if mixer.sinks
+    }
+    trees = [graph.input(spec.name, spec.dtype, spec.shape) for spec in options.tree_tensors]
+    v_outputs, inputs = options.v_outputs, {"start_index": start_index, "trees": trees, "cos_sin": tables, "sinks": sinks}
+    return PluginLayerLowering(model, layers, max_sequence_length=length, **inputs, v_outputs=v_outputs)
 
 
 def add_segments(
@@ -199,8 +209,10 @@ def add_segments(
     configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=MIN_BATCH_SIZE, max_sequence_length=length)
     lowering = SegmentCutLowering(model, create_network, names, max_sequence_length=length)
     context = replace(_context(model, names, cache, options.max_prefill_length, configs), lowering=lowering)
-    x = graph.input(embedding_output_name(model), graph.dtype, (-1, -1, model.hidden_size))
+    x = graph.input(embedding_output_name(model, options.max_embeddings), graph.dtype, (-1, -1, model.hidden_size))
     x = head.scaled_embedding(graph, x, model)
+    if options.max_embeddings:
+        x = with_rows(graph, x, graph.input(names.input_ids, "int32", (-1, -1)), model, options.max_embeddings)
     if model.per_layer_embedding is not None:
         rows = graph.input(PER_LAYER_ROWS, graph.dtype, (-1, -1, model.num_layers * model.per_layer_embedding.size))
         context = replace(context, per_layer=(inputs := PerLayerInputs(graph, rows, x, weights, model)))

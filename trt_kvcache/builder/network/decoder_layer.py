@@ -9,6 +9,7 @@ from trt_kvcache.builder.network.mamba2 import mamba2
 from trt_kvcache.builder.network.mlp import mlp
 from trt_kvcache.builder.network.norm import optional_norm
 from trt_kvcache.builder.network.per_layer_input import add_per_layer_input
+from trt_kvcache.builder.network.routed_mlp import routed_mlp
 from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.self_attention import self_attention
 from trt_kvcache.builder.network.short_convolution import short_convolution
@@ -35,9 +36,12 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
         mixed = multiplied(graph, f"{module}/scale_mixer", mixed, layer.residual_multiplier)
         x = graph.elementwise(f"{module}/add_mixer", x, "SUM", mixed)
     if layer.mlp is not None:
-        assert isinstance(layer.mlp, MlpConfig), "experts were refused"
         normed = normed if layer.parallel else optional_norm(graph, x, own, "mlp_norm", layer.mlp_norm)
-        changed = optional_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
+        if isinstance(layer.mlp, MlpConfig):
+            changed = mlp(graph, normed, own, f"{module}.mlp", layer.mlp)
+        else:
+            changed = routed_mlp(graph, normed, own, context, index, layer.mlp)
+        changed = optional_norm(graph, changed, own, "mlp_output_norm", layer.mlp_output_norm)
         changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.mlp_factor)
         x = graph.elementwise(f"{module}/add_mlp", x, "SUM", changed)
     if layer.per_layer_input is not None and context.per_layer is not None:

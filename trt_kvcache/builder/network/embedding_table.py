@@ -43,17 +43,22 @@ def look_up(graph: Graph, name: str, tables: Sequence[Any], ids: Any) -> Any:
     if not others:
         return graph.op(name, "gather", first, ids, 0)
     start = first.shape[0]
-    found = graph.op(f"{name}/0", "gather", first, _bounded(graph, f"{name}/0", ids, "MIN", start - 1), 0)
+    found = graph.op(f"{name}/0", "gather", first, bounded(graph, f"{name}/0", ids, "MIN", start - 1), 0)
     for index, table in enumerate(others, 1):
-        step, end = f"{name}/{index}", start + table.shape[0]
-        inside = _bounded(graph, f"{step}/last", _bounded(graph, f"{step}/first", ids, "MAX", start), "MIN", end - 1)
-        local = graph.elementwise(f"{step}/ids", inside, "SUB", graph.scalar(f"{step}/start", start, "int32", 2))
-        is_later = graph.elementwise(f"{step}/is_later", ids, "GREATER", graph.scalar(f"{step}/before", start - 1, "int32", 2))
-        column = graph.shuffle(f"{step}/column", is_later, reshape=(0, 0, 1))
-        found = graph.op(f"{step}/select", "select", column, graph.op(step, "gather", table, local, 0), found)
-        start = end
+        found = replaced(graph, f"{name}/{index}", found, table, ids, start=start)
+        start += table.shape[0]
     return found
 
 
-def _bounded(graph: Graph, name: str, ids: Any, operation: str, limit: int) -> Any:
+def replaced(graph: Graph, name: str, found: Any, table: Any, ids: Any, *, start: int) -> Any:
+    """Return rows ``[B, s, n]`` with those of ``table`` in the places of ids from ``start`` on."""
+    inside = bounded(graph, f"{name}/last", bounded(graph, f"{name}/first", ids, "MAX", start), "MIN", start + table.shape[0] - 1)
+    local = graph.elementwise(f"{name}/ids", inside, "SUB", graph.scalar(f"{name}/start", start, "int32", 2))
+    is_later = graph.elementwise(f"{name}/is_later", ids, "GREATER", graph.scalar(f"{name}/before", start - 1, "int32", 2))
+    column = graph.shuffle(f"{name}/column", is_later, reshape=(0, 0, 1))
+    return graph.op(f"{name}/select", "select", column, graph.op(name, "gather", table, local, 0), found)
+
+
+def bounded(graph: Graph, name: str, ids: Any, operation: str, limit: int) -> Any:
+    """Return ``"MIN"`` or ``"MAX"`` of ids ``[B, s]`` and a limit."""
     return graph.elementwise(f"{name}/{operation.lower()}", ids, operation, graph.scalar(f"{name}/limit", limit, "int32", 2))

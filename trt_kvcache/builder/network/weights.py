@@ -79,6 +79,10 @@ class Weights:
             )
         return converted
 
+    def exact(self, name: str) -> np.ndarray[Any, Any]:
+        """Return one weight in float32."""
+        return self._checkpoint.tensor(name).astype(np.float32)
+
     def matrix(self, name: str, part: WeightPart | None = None) -> np.ndarray[Any, Any] | PackedWeight:
         """Return one matrix ``[out, in]``, packed if it is quantized: a tensor, or ``part`` of it."""
         stored = self._quantized(name)
@@ -92,6 +96,11 @@ class Weights:
         if self.dtype == "float16" and scale * _LARGEST_VALUES[packed.values.dtype.name] > largest:
             self(name)  # raises an error if there is such a value
         return packed
+
+    def quantized(self, name: str, rows: slice | list[int]) -> QuantizedWeight | None:
+        """Return rows of a quantized weight as it is stored, or None if it is not quantized."""
+        stored = self._quantized(name)
+        return None if stored is None else stored.rows(rows)
 
     def _quantized(self, name: str) -> QuantizedWeight | None:
         """Return a quantized weight, or None. The last one is kept: q, k and v may be rows of it, and rounding it takes time."""
@@ -114,6 +123,15 @@ class LayerWeights:
         """Return the weight of a role."""
         part = self._parts[role]
         return self._weights(part.tensor) if part.is_whole else self._weights(part.tensor, part.index)
+
+    def exact(self, role: str) -> np.ndarray[Any, Any]:
+        """Return a weight of a router, or attention sinks, in float32. Each is a tensor of its own."""
+        return self._weights.exact(self._parts[role].tensor)
+
+    def quantized(self, role: str) -> QuantizedWeight | None:
+        """Return the matrix of a role as it is stored, or None if it is not quantized."""
+        part = self._parts[role]
+        return self._weights.quantized(part.tensor, part.index)
 
     def matrix(self, role: str) -> np.ndarray[Any, Any] | PackedWeight:
         """Return the matrix of a role, packed if it is quantized."""

@@ -94,6 +94,12 @@ EAGLE3_EMBEDDING_NORM = "model.layers.0.input_layernorm.weight"
 EAGLE3_HIDDEN_NORM = "model.layers.0.hidden_norm.weight"
 EAGLE3_PROJECTION = "fc.weight"
 
+#: Linear maps of an assistant: from the embedding of a token and a hidden state of the model, side by side, and back to such a state; the
+#: centroids of its clusters of token ids.
+PRE_PROJECTION = "pre_projection.weight"
+POST_PROJECTION = "post_projection.weight"
+CENTROIDS = "masked_embedding.centroids.weight"
+
 #: Prefix of the layers and the final norm of a model whose MTP head is read.
 _OF_MODEL = "(model)."
 
@@ -130,6 +136,9 @@ class Family:
     text: tuple[Family, ...] = ()  # families of the `text_config` of a model with a tower, the default one first; see `towers.py`
     may_be_flat: bool = False  # fields of a `text_config` may be next to those of the tower
     read_mtp: Callable[[ConfigFields], ModelConfig] | None = None  # fields with defaults -> the MTP head, with `merge_norm`
+    mtp_names: Mapping[str, str] = field(
+        default_factory=dict
+    )  # prefixes of tensors of the MTP head, and ours of MERGED_EMBEDDING_NORM etc.
     images_need: str = ""  # computation of images beyond rows in the places of tokens, which no engine has
 
     def own_name(self, stored: str) -> str:
@@ -145,7 +154,7 @@ class Family:
         stored = [self.layers, norm, *(old + name.removeprefix(new) for old, new in self.renamed.items() for name in (self.layers, norm))]
         others = [prefix for prefix in self.ignored if prefix != DRAFT_HEADS]
         layers_of_model = dict.fromkeys(stored, _OF_MODEL)
-        return replace(self, renamed={**head, **layers_of_model, **self.renamed}, ignored=(_OF_MODEL, *others))
+        return replace(self, renamed={**self.mtp_names, **head, **layers_of_model, **self.renamed}, ignored=(_OF_MODEL, *others))
 
     def ignores(self, stored: str) -> bool:
         """Return True for a stored tensor outside the decoder."""

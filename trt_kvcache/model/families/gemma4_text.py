@@ -63,7 +63,7 @@ def read(fields: ConfigFields) -> ModelConfig:
     layers = [
         LayerConfig(mixer=mixers[kind], **_mlp(fields, dense, found), **common)
         if source is None
-        else LayerConfig(mixer=_reader(mixers[kind], source), **_mlp(fields, wide, found), **common)
+        else LayerConfig(mixer=kv_reader(mixers[kind], source), **_mlp(fields, wide, found), **common)
         for kind, source in zip(kinds, sources, strict=True)
     ]
     return model(
@@ -129,7 +129,7 @@ def _kv_sources(fields: ConfigFields, kinds: tuple[str, ...]) -> list[int | None
     return [None] * first + [stored[kind] for kind in kinds[first:]]
 
 
-def _reader(mixer: AttentionConfig, source: int) -> AttentionConfig:
+def kv_reader(mixer: AttentionConfig, source: int) -> AttentionConfig:
     """Return the attention of a layer that reads K and V of another one."""
     return replace(mixer, kv_source_layer=source, v_norm_epsilon=None, values_are_keys=False)
 

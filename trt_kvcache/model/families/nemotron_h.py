@@ -1,5 +1,6 @@
 """Nemotron-H: each layer is only Mamba-2, attention without RoPE, an MLP with squared ReLU and no gate, or experts that are such MLPs."""
 
+from dataclasses import replace
 from typing import Any
 
 from trt_kvcache._util.short_repr import short_repr
@@ -7,7 +8,14 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_LAYERS
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.expert_fields import num_experts, router
-from trt_kvcache.model.families.family import DRAFT_HEADS, ExpertStack, Family
+from trt_kvcache.model.families.family import (
+    DRAFT_HEADS,
+    MERGE_PROJECTION,
+    MERGED_EMBEDDING_NORM,
+    MERGED_HIDDEN_NORM,
+    ExpertStack,
+    Family,
+)
 from trt_kvcache.model.families.fields import attention, mlp, model, norm, silu_convolution
 from trt_kvcache.model.families.mamba2 import MIXER_NAMES
 from trt_kvcache.model.layer_config import LayerConfig
@@ -19,6 +27,9 @@ _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp"
 
 #: Layer types by pattern letters, and by names in older files.
 _KINDS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _EXPERTS, "mamba": _MAMBA, "attention": _ATTENTION}
+
+#: Most layers of an MTP head: the last one has its final norm.
+_MAX_MTP_LAYERS = 8
 
 #: Addend of the sum that scores of experts are divided by, in transformers.
 _SUM_EPSILON = 1e-20
@@ -52,6 +63,25 @@ def read(fields: ConfigFields) -> ModelConfig:
     if _EXPERTS in kinds:
         layers[_EXPERTS] = LayerConfig(mixer=None, mlp=_experts(fields), mlp_norm=norms)
     return model(fields, "nemotron_h", [layers[kind] for kind in kinds], final_norm=norms)
+
+
+def read_mtp(fields: ConfigFields) -> ModelConfig:
+    """Return the MTP head: layers of attention and of experts, in turn."""
+    # As in vLLM (vllm/model_executor/models/nemotron_h_mtp.py): `eh_proj` of the norm of the embedding, first, and of the norm of the
+    # hidden state after the final norm of the model. The first layer has these, the last one has the final norm of the head.
+    if fields.count("num_nextn_predict_layers", 1) != 1:
+        raise fields.refusal("num_nextn_predict_layers", "1, an MTP head for one token")
+    name = "mtp_hybrid_override_pattern" if "mtp_hybrid_override_pattern" in fields else "mtp_layers_block_type"
+    given = fields.get(name) or [_ATTENTION, _EXPERTS]
+    kinds = (
+        [_KINDS.get(kind, kind) for kind in given]
+        if isinstance(given, (str, list)) and all(isinstance(kind, str) for kind in given)
+        else []
+    )
+    if not set(kinds) <= {_ATTENTION, _EXPERTS} or _ATTENTION not in kinds or len(kinds) > _MAX_MTP_LAYERS:
+        raise fields.refusal(name, f"at most {_MAX_MTP_LAYERS} layers of attention and of experts")
+    head = read(ConfigFields({**fields.data, "layers_block_type": kinds, "num_hidden_layers": len(kinds)}))
+    return replace(head, merge_norm=head.final_norm)
 
 
 def _kinds(fields: ConfigFields) -> list[str]:
@@ -147,6 +177,13 @@ FAMILY = Family(
         "eos_token_id": 2,
     },
     read=read,
+    read_mtp=read_mtp,
+    mtp_names={
+        f"{DRAFT_HEADS}layers.0.enorm.": MERGED_EMBEDDING_NORM.removesuffix("weight"),
+        f"{DRAFT_HEADS}layers.0.hnorm.": MERGED_HIDDEN_NORM.removesuffix("weight"),
+        f"{DRAFT_HEADS}layers.0.eh_proj.": MERGE_PROJECTION.removesuffix("weight"),
+        **{f"{DRAFT_HEADS}layers.{index}.final_layernorm.": "model.norm_f." for index in range(_MAX_MTP_LAYERS)},
+    },
     embedding="model.embeddings.weight",
     final_norm="model.norm_f.weight",
     names={

@@ -77,6 +77,7 @@ class Metrics:
             ),
             "decode_tokens": ("Tokens that decode steps have run", session.decode_tokens),
             "decode_steps": ("Decode steps", session.decode_steps),
+            "drafts": ("Drafts that were verified", session.drafts),
             "draft_tokens": ("Tokens of drafts that were verified", session.draft_tokens),
             "accepted_draft_tokens": ("Tokens of drafts that were accepted", session.accepted_tokens),
             "prefill_seconds": ("Time of prefills", session.prefill_seconds),

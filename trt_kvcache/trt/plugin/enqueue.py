@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from trt_kvcache.errors import CapacityError
+from trt_kvcache.engine.step_ancestors import ANCESTORS
+from trt_kvcache.errors import CapacityError, ShapeError
 from trt_kvcache.kernels.attention_kernels import attend_kernel, flagged_nbytes
 from trt_kvcache.kernels.attention_params import AttentionParams
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.cuda_driver import check
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -37,7 +39,10 @@ class PluginEnqueue:
             dtypes["cache"] = attributes.kv_dtype
             shapes = {**shapes, "cache": unpacked_shape(shapes["cache"])}
         tensors: dict[str, Any] = {name: self._tensor(shape, dtypes[name]) for name, shape in shapes.items()}
-        q = tensors["q"]
+        q, table = tensors["q"], tensors.pop(ANCESTORS, None)
+        takes_trees = table is not None and 1 < q.shape[1] <= MAX_TREE_TOKENS
+        if table is not None and len(table) < len(q):  # not sooner: when TensorRT builds, the most slots are an estimate
+            raise ShapeError(f"{ANCESTORS}: expected {len(q)} slots or more, got {len(table)}.")
         self._out = BorrowedAllocation(memory, q.nbytes)
         aliases = [like for like, aliased in outputs_of(attributes).values() if aliased]
         self._updated = [(tuple(shapes).index(like), output) for output, like in enumerate(aliases, 1)]
@@ -49,6 +54,7 @@ class PluginEnqueue:
             scale=attributes.score_scale,
             window=attributes.window,
             softcap=attributes.softcap,
+            ancestors=DeviceTensor(table.allocation, shape=q.shape[:2], dtype="int64") if takes_trees else None,
         )
         self._flagged_nbytes = flagged_nbytes(self._call) if q.shape[0] else 0
 

@@ -12,6 +12,7 @@ import numpy as np
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
 from trt_kvcache.ops.registry import OPERATIONS, create_operation
+from trt_kvcache.trt.plugin.field_text import field_text
 
 #: ``PluginFieldType`` of each field. All are texts, the last two JSON, so that attributes of any operation fit, and doubles stay whole.
 OPERATION_FIELD_TYPES = {"operation": "CHAR", "attributes": "CHAR", "inputs": "CHAR"}
@@ -44,7 +45,7 @@ class OperationFields:
     @classmethod
     def from_plugin_fields(cls, fields: Iterable[Any]) -> OperationFields:
         """Read a ``PluginFieldCollection``."""
-        texts = {str(field.name): np.asarray(field.data).tobytes().rstrip(b"\0").decode() for field in fields}
+        texts = {str(field.name): field_text(field) for field in fields}
         if texts.keys() != OPERATION_FIELD_TYPES.keys():
             raise ConfigError(f"fields: expected {', '.join(OPERATION_FIELD_TYPES)}, got {', '.join(texts) or 'none'}.")
         inputs = [TensorType(tuple(shape), dtype) for dtype, *shape in json.loads(texts["inputs"])]

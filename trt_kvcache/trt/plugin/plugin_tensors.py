@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from trt_kvcache.engine.step_ancestors import ANCESTORS, WORDS_PER_TOKEN
 from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.scale_views import saved_scales
+from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
 from trt_kvcache.ops.int32_packing import VALUES_PER_INT32
 
@@ -41,6 +43,18 @@ QUANTIZED_OUTPUTS = {**OUTPUTS, "kv_scales": ("kv_scales", True)}
 #: Scales by head, which no step changes, in place of those by token.
 HEAD_SCALES: Pattern = ((2, "num_kv_heads"), "float32")
 
+
+def _with_ancestors(inputs: dict[str, Pattern]) -> dict[str, Pattern]:
+    """Return inputs with the ancestors of new tokens after the lengths: of the table, the first B * s tokens are those of the enqueue."""
+    names = [*inputs]
+    place = 1 + names.index("lengths")
+    ancestors: Pattern = (("slots", MAX_TREE_TOKENS, WORDS_PER_TOKEN), "int32")
+    return {name: ancestors if name == ANCESTORS else inputs[name] for name in (*names[:place], ANCESTORS, *names[place:])}
+
+
+#: The same where new tokens may be trees.
+TREE_INPUTS, QUANTIZED_TREE_INPUTS = _with_ancestors(INPUTS), _with_ancestors(QUANTIZED_INPUTS)
+
 #: Sizes of a shape; None for one that is not known yet.
 Sizes = Sequence["int | None"]
 
@@ -48,8 +62,9 @@ Sizes = Sequence["int | None"]
 def inputs_of(attributes: AttentionAttributes) -> dict[str, Pattern]:
     """Return the inputs of attention with these attributes, optional ones included."""
     if attributes.kv_dtype is None:
-        return INPUTS
-    return QUANTIZED_INPUTS if attributes.kv_scales == "token" else QUANTIZED_INPUTS | {"kv_scales": HEAD_SCALES}
+        return TREE_INPUTS if attributes.takes_trees else INPUTS
+    inputs = QUANTIZED_TREE_INPUTS if attributes.takes_trees else QUANTIZED_INPUTS
+    return inputs if attributes.kv_scales == "token" else inputs | {"kv_scales": HEAD_SCALES}
 
 
 def outputs_of(attributes: AttentionAttributes) -> dict[str, tuple[str, bool]]:
@@ -66,7 +81,7 @@ def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
 
 
 def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -> dict[str, int | None]:
-    """Check the shapes of the inputs as far as they are known, and return the sizes B, s, S, P (positions) and S' (scales)."""
+    """Check the shapes of the inputs as far as they are known, and return the sizes B, s, S, P (positions), S' (scales) and slots."""
     sizes: dict[str, int | None] = {}
     fixed = {name: getattr(attributes, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
     fixed |= {"rotary_dim / 2": attributes.rotary_dim // 2, "head_dim / 4": attributes.head_dim // VALUES_PER_INT32}

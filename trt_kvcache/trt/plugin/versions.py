@@ -10,18 +10,27 @@ from typing import Any
 from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, KV_FIELD_VALUES, QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
-from trt_kvcache.trt.plugin.plugin_tensors import HEAD_SCALES, INPUTS, OUTPUTS, QUANTIZED_INPUTS, QUANTIZED_OUTPUTS
+from trt_kvcache.trt.plugin.plugin_tensors import (
+    HEAD_SCALES,
+    INPUTS,
+    OUTPUTS,
+    QUANTIZED_INPUTS,
+    QUANTIZED_OUTPUTS,
+    QUANTIZED_TREE_INPUTS,
+    TREE_INPUTS,
+)
 
 #: Name and namespace of the plugin in TensorRT's registry, with one of :data:`PLUGIN_ABIS` as version.
 PLUGIN_NAME, PLUGIN_NAMESPACE = "KVCacheAttention", "trt_kvcache"
 
-#: The version over K and V in the dtype of q, and the version over quantized K and V.
-PLUGIN_VERSION, QUANTIZED_VERSION = "1", "2"
+#: The version over K and V in the dtype of q, the version over quantized K and V, and the version for trees, over either.
+PLUGIN_VERSION, QUANTIZED_VERSION, TREE_VERSION = "1", "2", "3"
 
 #: Inputs, outputs and fields of each version. A change takes a new version, and the old one stays: engines name it.
 PLUGIN_ABIS = {
     PLUGIN_VERSION: (INPUTS, OUTPUTS, ATTRIBUTE_TYPES),
     QUANTIZED_VERSION: (QUANTIZED_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_FIELD_VALUES),
+    TREE_VERSION: (TREE_INPUTS, OUTPUTS, QUANTIZED_TREE_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_FIELD_VALUES),
 }
 
 _NEEDED = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV3OneRuntime", "IPluginCreatorV3One")
@@ -29,7 +38,9 @@ _NEEDED_AHEAD_OF_TIME = ("register", "aot_impl", "KernelLaunchParams", "SymIntEx
 
 
 def plugin_version(attributes: AttentionAttributes) -> str:
-    """Return the version of the plugin for these attributes: ``"2"`` over quantized K and V, else ``"1"``, which older releases open."""
+    """Return the version of the plugin for these attributes; older releases open engines of the lower ones."""
+    if attributes.takes_trees:
+        return TREE_VERSION
     return PLUGIN_VERSION if attributes.kv_dtype is None else QUANTIZED_VERSION
 
 

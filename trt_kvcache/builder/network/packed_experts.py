@@ -1,0 +1,188 @@
+"""Quantized weights of experts in the layout of the kernels, as bytes that an operation takes: see ``PackedFormat``.
+
+What the kernels compute from them are the dequantized weights, rounded once, as in the PyTorch engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
+from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
+from trt_kvcache.kernels.linear_tiles import NVFP4_SCALES, PACKED_BITS
+from trt_kvcache.kernels.packed_layout import (
+    FRAGMENT_INPUTS,
+    FRAGMENT_NBYTES,
+    FRAGMENT_OUTPUTS,
+    HALF_INPUTS,
+    MIDDLES,
+    ONE_GROUP,
+    count_groups,
+    count_tiles,
+)
+from trt_kvcache.kernels.source_variants import SCALE_DTYPES as SCALE_DTYPES_OF
+from trt_kvcache.ops.packed_format import KINDS, SCALE_DTYPES, PackedFormat
+
+Array = npt.NDArray[Any]
+
+#: By kind of quantized value: packed kind, and what is added to values and zero points.
+_KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128), "e2m1": ("e2m1", 0), "e4m3": ("e4m3", 0)}
+_RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6), "e4m3": (-448, 448)}
+
+#: Bits of a NaN of e4m3 without its sign, which kernels for older GPUs take for a number.
+_NAN = 0x7F
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrices:
+    """Matrices of equal shape in one format, one after another."""
+
+    format: PackedFormat
+    arrays: dict[str, Array]  # int32 [n]: values, scales and, if there are some, zero points
+
+    @classmethod
+    def of(cls, parts: Sequence[QuantizedWeight], dtype: str) -> PackedMatrices | None:
+        """Return matrices for rows of a dtype; None if the kernels do not know their format, or their formats differ."""
+        found = [_packed(part, dtype) for part in parts] if dtype in ELEMENT_TYPES else []
+        packed = [one for one in found if one is not None]
+        if not packed or len(packed) < len(found) or len({(one.kind, one.shift, one.values.shape[1]) for one in packed}) > 1:
+            return None
+        kind, outputs = packed[0].kind, [len(one.scales) for one in packed]
+        if len(packed) > 1 and any(count % FRAGMENT_OUTPUTS for count in outputs):
+            return None
+        names = {one.scales.dtype.name for one in packed}
+        scales_dtype = names.pop() if len(names) == 1 else "float32"
+        groups = count_groups(parts[0].shape[1], packed[0].shift)
+        scales = np.concatenate([_in_tiles(one.scales.astype(numpy_dtype(scales_dtype)), groups) for one in packed])
+        firsts = scales[:, :, :1, :1]
+        is_shared = kind == "e4m3" and not any(count % FRAGMENT_OUTPUTS for count in outputs) and bool((scales == firsts).all())
+        has_zero_points = any(one.zero_points is not None for one in packed)
+        arrays = {
+            "values": np.concatenate([one.values for one in packed]),
+            "scales": np.repeat(firsts, 2, axis=3) if is_shared else scales,
+        }
+        if has_zero_points:
+            arrays["zero_points"] = np.concatenate([_in_tiles(one.all_zero_points(), groups) for one in packed])
+        format_ = PackedFormat(
+            kind=KINDS.index(kind) + 1,
+            group_shift=packed[0].shift,
+            scales=SCALE_DTYPES.index(scales_dtype),
+            shared_scales=int(is_shared),
+            zero_points=int(has_zero_points),
+        )
+        return cls(format_, {name: np.ascontiguousarray(array).reshape(-1).view(np.int32) for name, array in arrays.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """One matrix: values in tiles, and scales and zero points ``[outputs, groups]``."""
+
+    kind: str
+    shift: int
+    values: Array
+    scales: Array
+    zero_points: Array | None
+
+    def all_zero_points(self) -> Array:
+        """Return the zero points, those of a matrix without any too."""
+        if self.zero_points is not None:
+            return self.zero_points
+        return np.full(self.scales.shape, MIDDLES[self.kind], np.uint8 if PACKED_BITS[self.kind] < 8 else np.int8)
+
+
+def _packed(weight: QuantizedWeight, dtype: str) -> _Packed | None:
+    """Return a matrix as the kernels take it, or None if they do not know its format, or ``dtype`` cannot hold its values."""
+    kind_of_values, inputs = weight.quantized_values.kind, weight.shape[1]
+    is_nvfp4 = kind_of_values == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES)
+    shift = _group_shift(weight.scales.block[1], weight.scales.stored.shape[1])
+    if kind_of_values not in _KINDS or is_nvfp4 or shift is None or inputs % INPUT_GRANULE:
+        return None
+    if weight.input_factor is not None or weight.group_index is not None:
+        return None
+    (kind, added), values, scales = _KINDS[kind_of_values], weight.unpacked(), weight.scales_of_rows()
+    if kind == "e4m3" and (values.view(np.uint8) & np.uint8(_NAN) == _NAN).any():
+        return None
+    zero_points = _zero_points(weight.zero_points_of_rows(), scales, kind, added)
+    stored = _stored_scales(scales, kind, _scales_dtypes(weight, dtype))
+    if stored is None or not _can_hold(dtype, kind, scales, zero_points):
+        return None
+    shifted = (values.astype(np.int16) + added).astype(np.int8 if kind == "int8" else np.uint8) if added else values
+    return _Packed(kind, shift, pack_values(shifted, kind), stored, zero_points)
+
+
+def pack_values(values: Array, kind: str) -> npt.NDArray[np.uint8]:
+    """Return quantized values ``[outputs, inputs]`` (int4: 0 to 15; int8; bits of floats) as bytes ``[tiles, fragments * bytes]``."""
+    outputs, inputs = values.shape
+    tiles, fragments = count_tiles(outputs), -(-inputs // FRAGMENT_INPUTS)
+    whole = np.zeros((tiles * FRAGMENT_OUTPUTS, fragments * FRAGMENT_INPUTS), np.uint8)
+    whole[:outputs, :inputs] = np.ascontiguousarray(values).view(np.uint8)
+    if PACKED_BITS[kind] == 8:
+        stored = whole.reshape(tiles, 2, 8, fragments, 2, 4, 8).transpose(0, 3, 4, 2, 5, 1, 6)
+    else:
+        split = whole.reshape(tiles, 2, 8, fragments, 2, 4, 2, 2, 2)
+        stored = (split[..., 0, :] | split[..., 1, :] << np.uint8(4)).transpose(0, 3, 2, 5, 1, 4, 7, 6)
+    return np.ascontiguousarray(stored).reshape(tiles, fragments * FRAGMENT_NBYTES[kind])
+
+
+def _in_tiles(of_rows: Array, groups: int) -> Array:
+    """Return scales or zero points ``[outputs, groups]`` as ``[tiles, groups, 8, 2]``; ``groups``: with those of padding."""
+    tiles = count_tiles(len(of_rows))
+    whole = np.zeros((tiles * FRAGMENT_OUTPUTS, groups), of_rows.dtype)
+    whole[: len(of_rows), : of_rows.shape[1]] = of_rows
+    in_tiles: Array = whole.reshape(tiles, 2, FRAGMENT_OUTPUTS // 2, groups).transpose(0, 3, 2, 1)
+    return in_tiles
+
+
+def _group_shift(width: int, groups: int) -> int | None:
+    """Return the group shift of groups of ``width`` inputs, or None if the kernels do not know it."""
+    if groups == 1:
+        return ONE_GROUP
+    halves, rest = divmod(width, HALF_INPUTS)
+    return None if rest or halves & (halves - 1) else halves.bit_length() - 1
+
+
+def _zero_points(stored: npt.NDArray[np.float32] | None, scales: Array, kind: str, added: int) -> Array | None:
+    """Return the zero point of each group of each row, as the kernels take it; None if all are the middle."""
+    if stored is None and added == MIDDLES[kind]:
+        return None
+    values = np.zeros(scales.shape, np.int16) if stored is None else stored.astype(np.int16)
+    zero_points = (values + added).astype(np.uint8 if PACKED_BITS[kind] < 8 else np.int8)
+    return zero_points if (zero_points != MIDDLES[kind]).any() else None
+
+
+def _scales_dtypes(weight: QuantizedWeight, dtype: str) -> Sequence[str]:
+    """Return the dtypes of scales to try: the one of the file, if the kernels know it, or else of FP8 float32 alone."""
+    scales, dtypes = weight.scales, SCALE_DTYPES_OF[dtype]
+    is_exact = scales.factor == scales.divisor == 1
+    of_file = [name for name in dtypes[:-1] if is_exact and numpy_dtype(name) == scales.stored.dtype]
+    return of_file or ([] if weight.quantized_values.kind == "e4m3" else dtypes)
+
+
+def _stored_scales(scales: npt.NDArray[np.float32], kind: str, dtypes: Sequence[str]) -> Array | None:
+    """Return the scales in the first of these dtypes that holds all of them exactly, or else in float32; None for others of e2m1."""
+    with np.errstate(over="ignore"):
+        if kind == "e2m1":
+            exponents = scales.astype(ml_dtypes.float8_e8m0fnu)
+            return exponents.view(np.uint8) if np.array_equal(exponents.astype(np.float32), scales) else None
+        for name in dtypes:
+            stored = scales.astype(numpy_dtype(name))
+            if len(dtypes) == 1 or np.array_equal(stored.astype(np.float32), scales):
+                return stored
+    return scales
+
+
+def _can_hold(dtype: str, kind: str, scales: npt.NDArray[np.float32], zero_points: Array | None) -> bool:
+    """Return True if ``dtype`` can hold all values with these scales and zero points."""
+    low, high = _RANGES[kind]
+    middles: Any = MIDDLES[kind] if zero_points is None else zero_points.astype(np.float32)
+    with np.errstate(over="ignore"):
+        largest = np.maximum(np.abs(low - middles), np.abs(high - middles)) * np.abs(scales)
+        return bool(np.isfinite(largest.astype(numpy_dtype(dtype))).all())
