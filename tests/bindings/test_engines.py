@@ -421,8 +421,8 @@ def test_an_engine_binds_its_trees(
         assert engine.ancestors is not None
         engine.ancestors.write([[-1, 0, 0], [-1], []], 3, stream=memory.create_stream())
         enqueue(engine)
-        assert stand_in.enqueues[-1].addresses["ancestors"] == engine.ancestors.address
-        assert [inputs[5] for _, inputs, _ in runs] == [engine.ancestors.address] * LAYERS
+        assert stand_in.enqueues[-1].addresses["ancestors"] == engine.ancestors.addresses["ancestors"]
+        assert [inputs[5] for _, inputs, _ in runs] == [engine.ancestors.addresses["ancestors"]] * LAYERS
         assert engine.ancestors.of_step(3, 3).numpy().tolist() == [[1, 3, 5], [1, 2, 4], [1, 2, 4]]
     gc.collect()
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.helpers.models import SMALL, model_of
-from trt_kvcache.engine.step_ancestors import StepAncestors, ancestor_bits, why_no_trees
+from tests.helpers.models import SMALL
+from trt_kvcache.engine.step_ancestors import StepAncestors, ancestor_bits, tree_inputs
 from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig, QueryScaling
 
 LLAMA = ModelConfig.from_dict(SMALL)
@@ -103,10 +103,26 @@ def changed_model(**changes):
     return replace(LLAMA, layers=(replace(layer, mixer=replace(layer.mixer, **changes)),))
 
 
-def test_models_whose_networks_have_positions_of_chains():
-    assert why_no_trees(LLAMA) is None
+def test_networks_that_compute_with_positions_read_depths():
     norm = NormConfig(epsilon=1e-5)
-    assert why_no_trees(changed_model(qk_norm=QkNormConfig(norm=norm))) is None
-    assert why_no_trees(changed_model(qk_norm=QkNormConfig(norm=norm, after_rope=True))).startswith("RoPE before the norms")
-    assert why_no_trees(changed_model(query_scaling=QueryScaling(beta=0.5, period=3))).startswith("queries that are scaled")
-    assert why_no_trees(model_of("lfm2")) == "recurrent states"
+    plain = [LLAMA, changed_model(qk_norm=QkNormConfig(norm=norm))]
+    reading = [
+        changed_model(qk_norm=QkNormConfig(norm=norm, after_rope=True)),
+        changed_model(query_scaling=QueryScaling(beta=0.5, period=3)),
+    ]
+    for model, names in [*((one, ["ancestors"]) for one in plain), *((one, ["ancestors", "tree_depths"]) for one in reading)]:
+        assert [spec.name for spec in tree_inputs(model, 3)] == names
+
+
+def test_depths_follow_the_ancestors(read_always, memory, stream):
+    read_always.write([[-1, 0, 0, 2], [-1], []], 4, stream=stream)
+    depths = np.zeros(3 * 32, np.int64)
+    start = read_always.addresses["tree_depths"] - read_always.addresses["ancestors"]
+    assert start == 3 * 64 * 8
+    memory.download(depths, read_always._table[start // 8 :], stream=stream)
+    memory.synchronize(stream)
+    assert depths.view(np.int32)[:12].tolist() == [0, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0]
+    read_always.write(None, 4, stream=stream)
+    memory.download(depths, read_always._table[start // 8 :], stream=stream)
+    memory.synchronize(stream)
+    assert (depths == -1).all()

@@ -99,6 +99,7 @@ def test_places_in_the_cache_of_a_model() -> None:
 def test_kinds() -> None:
     assert is_assistant(ASSISTANT)
     assert not is_assistant(TEXT)
+    assert not is_assistant({"model_type": ["gemma4_assistant"]})
     with pytest.raises(ConfigError, match="model_type: expected gemma4_assistant or gemma4_unified_assistant, got 'gemma4_text'"):
         read_assistant_config(TEXT)
 

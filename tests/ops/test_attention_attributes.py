@@ -138,4 +138,4 @@ def test_attention_of_trees_has_no_field_for_them(kv):
     stored = attributes.plugin_field_arrays()
     assert stored.keys() == {*ATTRIBUTE_TYPES, *kv}
     fields = [field(name, QUANTIZED_ATTRIBUTE_TYPES[name], *array) for name, array in stored.items()]
-    assert AttentionAttributes.from_plugin_fields(fields, takes_trees=True) == attributes
+    assert AttentionAttributes.from_plugin_fields(fields, quantized=bool(kv), takes_trees=True) == attributes

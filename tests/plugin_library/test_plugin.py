@@ -14,7 +14,14 @@ from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, QUANTIZED_ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.ops.borrowed_workspace import workspace_nbytes
 from trt_kvcache.trt.plugin.plugin_tensors import check_dtypes, check_shapes
-from trt_kvcache.trt.plugin.versions import PLUGIN_ABIS, PLUGIN_NAME, PLUGIN_NAMESPACE, TREE_VERSION, plugin_version
+from trt_kvcache.trt.plugin.versions import (
+    PLUGIN_ABIS,
+    PLUGIN_NAME,
+    PLUGIN_NAMESPACE,
+    QUANTIZED_TREE_VERSION,
+    TREE_VERSION,
+    plugin_version,
+)
 
 need_cmake()
 
@@ -48,7 +55,7 @@ def typed(layer, free=_FREE):
 
 def test_the_creators_are_those_of_the_python_plugin(library):
     creators = creators_of(library)
-    assert [*creators, TREE_VERSION] == list(PLUGIN_ABIS), "trees are for the plugin in Python"
+    assert [*creators, TREE_VERSION, QUANTIZED_TREE_VERSION] == list(PLUGIN_ABIS), "trees are for the plugin in Python"
     for version, types in (("1", ATTRIBUTE_TYPES), ("2", QUANTIZED_ATTRIBUTE_TYPES)):
         assert creators[version].key == (PLUGIN_NAME.encode(), version.encode(), PLUGIN_NAMESPACE.encode())
         assert creators[version].field_names() == {name: _FIELD_TYPES[kind][0] for name, kind in types.items()}

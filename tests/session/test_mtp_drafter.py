@@ -470,6 +470,7 @@ def test_a_right_head_of_nemotron_h_is_accepted(tmp_path: Path, opens: Open) -> 
         ({"num_nextn_predict_layers": 2}, ["num_nextn_predict_layers: expected 1", "got 2"]),
         ({"num_nextn_predict_layers": 0}, ["num_nextn_predict_layers: expected 1", "got 0"]),
         ({"mtp_hybrid_override_pattern": "M*"}, ["mtp_hybrid_override_pattern: expected at most 8 layers of attention", "got 'M*'"]),
+        ({"mtp_hybrid_override_pattern": ""}, ["mtp_hybrid_override_pattern", "got ''"]),
         ({"mtp_hybrid_override_pattern": "E"}, ["mtp_hybrid_override_pattern", "got 'E'"]),
         ({"mtp_hybrid_override_pattern": "*" * 9}, ["mtp_hybrid_override_pattern", "got '*********'"]),
         ({"mtp_hybrid_override_pattern": ["*", 3]}, ["mtp_hybrid_override_pattern", "got ['*', 3]"]),

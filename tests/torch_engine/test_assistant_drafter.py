@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.assertions import assert_close
-from tests.helpers.assistants import FULL, SLIDING, AssistantInFloat64, write_assistant, write_ring_assistant, write_ring_model
+from tests.helpers.assistants import FULL, READ, SLIDING, AssistantInFloat64, write_assistant, write_ring_assistant, write_ring_model
 from tests.helpers.mtp import ring_prompts
-from tests.helpers.sessions import by_prompt
+from tests.helpers.sessions import by_prompt, hidden_rows
 from tests.session.reference_sessions import OPTIONS
 from tests.torch_engine.needs_torch import need_torch
 
@@ -35,7 +35,7 @@ from tests.session.test_assistant_drafter import (  # noqa: E402
 )
 from tests.session.test_mtp_drafter import Open, drafter_of, params  # noqa: E402
 from tests.torch_engine.fake_cuda import FakeCuda, FakeCudaDevice  # noqa: E402
-from trt_kvcache import Checkpoint  # noqa: E402
+from trt_kvcache import Checkpoint, InferenceSession  # noqa: E402
 from trt_kvcache.torch_engine import engine  # noqa: E402
 
 
@@ -44,6 +44,7 @@ def _sessions_run_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIONS, "engine", "torch")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_the_oracle_computes_as_transformers(tmp_path: Path, folder: Path) -> None:  # noqa: F811
     """Several tokens at one position, over K and V and the hidden state that the model of transformers hands out."""
@@ -69,6 +70,12 @@ def compare_with_transformers(place: Path, folder: Path, clusters: tuple[int, in
         assert (saved.token_clusters is None) == (clusters is None)
     with torch.inference_mode():
         out = model(tokens, output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
+        with InferenceSession.from_model(folder, draft=place, **OPTIONS) as session:
+            session.prefill([tokens[0].tolist()])
+            assert_close(hidden_rows(session, 0, tokens.shape[1]), out.hidden_states[-1][0].numpy())
+            for kind, layer in READ.items():
+                for ours, theirs in zip(session.cache.get_separate_kv_cache(layer), out.shared_kv_states[kind], strict=True):
+                    assert_close(ours.numpy()[0, :, : tokens.shape[1]], theirs[0].numpy())
         window = model.config.sliding_window
         shared = {
             kind: tuple(side[:, :, -window:] if kind == SLIDING else side for side in out.shared_kv_states[kind])

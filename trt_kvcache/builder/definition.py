@@ -84,7 +84,7 @@ def define_decoder(
             *map(packed_as_int32, specs),
             *options.adapter_tensors(model),
             *options.embedding_tensors(model),
-            *options.tree_tensors,
+            *options.tree_tensors(model),
             *options.hidden_tensors(model),
             *(v_outputs(model, options.dtype) if options.v_outputs else ()),
         ),

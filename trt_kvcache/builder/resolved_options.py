@@ -28,7 +28,7 @@ from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.hidden_tensors import hidden_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine.quantized_kv import QuantizedKV
-from trt_kvcache.engine.step_ancestors import ancestors_input, why_no_trees
+from trt_kvcache.engine.step_ancestors import tree_inputs
 from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
@@ -124,6 +124,8 @@ class ResolvedOptions(BuildOptions):
     @classmethod
     def of_model(cls, options: BuildOptions, model: ModelConfig, target: BuildTarget | None = None) -> ResolvedOptions:
         """Fill in the defaults of a model. Without a target the TensorRT is not known."""
+        if options.draft_tree is not None and model.recurrent_layers:
+            raise ConfigError(f"draft_tree: expected a model without recurrent states, got {model.family}.")
         length = options.max_sequence_length or default_sequence_length(model)
         width = options.max_prefill_length or min(length, DEFAULT_MAX_PREFILL_LENGTH)
         target = target or BuildTarget.of_flavour(options.flavour)
@@ -228,10 +230,9 @@ class ResolvedOptions(BuildOptions):
             draft_tree=self.draft_tree,
         )
 
-    @property
-    def tree_tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the input for trees of draft tokens; none without ``draft_tree``."""
-        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
+    def tree_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
+        """Return the inputs for trees of draft tokens; none without ``draft_tree``."""
+        return () if self.draft_tree is None else tree_inputs(model, most_slots(self.profiles))
 
     def adapter_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
         """Return the inputs for adapters; none without ``adapters_rank``."""
@@ -323,9 +324,8 @@ def _check_draft_tree(options: BuildOptions, model: ModelConfig, variant: Attent
         raise ConfigError(f"draft_tree: expected plugin attention with it, got {variant}.")
     if options.plugin_layers == SEGMENTS:
         raise ConfigError(f"draft_tree: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
-    why = "attention sinks" if any(mixer.sinks for mixer in model.attention_layers) else why_no_trees(model)
-    if why is not None:
-        raise ConfigError(f"draft_tree: expected a model whose engine can take trees, got {model.family} with {why}.")
+    if any(mixer.sinks for mixer in model.attention_layers):
+        raise ConfigError(f"draft_tree: expected a model whose engine can take trees, got {model.family} with attention sinks.")
     if options.draft_tree > width:
         raise ConfigError(f"draft_tree: expected at most max_prefill_length={width}, got {options.draft_tree}.")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.memory.base import Memory
@@ -21,20 +22,17 @@ ANCESTORS = "ancestors"
 WORDS_PER_TOKEN = 2
 
 
-def ancestors_input(slots: int) -> TensorSpec:
-    """Return the input of an engine that takes trees, of at most this many slots. Of an enqueue the first ``A * s`` tokens count."""
-    return TensorSpec.input(ANCESTORS, (slots, MAX_TREE_TOKENS, WORDS_PER_TOKEN), "int32")
+#: Input int32 ``[slots, 64]`` of such an engine whose network computes with positions: ancestors of each token; -1 in chains.
+DEPTHS = "tree_depths"
 
 
-def why_no_trees(model: ModelConfig) -> str | None:
-    """Return why no TensorRT engine of a model takes trees, or None."""
-    if model.recurrent_layers:
-        return "recurrent states"
-    if any(mixer.rotates_before_norm for mixer in model.attention_layers):
-        return "RoPE before the norms of q and k, which the network applies by the positions of a chain"
-    if any(mixer.query_scaling is not None for mixer in model.attention_layers):
-        return "queries that are scaled by position, which the network takes from a chain"
-    return None
+def tree_inputs(model: ModelConfig, slots: int) -> tuple[TensorSpec, ...]:
+    """Return the inputs of an engine that takes trees of at most this many slots. Of an enqueue the first ``A * s`` tokens count."""
+    ancestors = TensorSpec.input(ANCESTORS, (slots, MAX_TREE_TOKENS, WORDS_PER_TOKEN), "int32")
+    depths = TensorSpec.input(DEPTHS, (slots, MAX_TREE_TOKENS), "int32")
+    mixers = model.attention_layers
+    reads_positions = any(mixer.rotates_before_norm or mixer.query_scaling is not None for mixer in mixers)
+    return (ancestors, depths) if reads_positions else (ancestors,)
 
 
 class StepAncestors:
@@ -44,9 +42,10 @@ class StepAncestors:
     # V are stored in the order of the tokens.
 
     def __init__(self, memory: Memory, *, max_slots: int, is_input: bool = False) -> None:
-        """``is_input``: the engine reads it in each enqueue of at most 64 tokens in a slot, so for chains all bits are set."""
+        """``is_input``: the engine reads it in each enqueue of at most 64 tokens in a slot, so for chains all bits are set; and depths."""
         self._memory, self._is_input = memory, is_input
-        shape = (max_slots * MAX_TREE_TOKENS,)
+        self._max_tokens = max_slots * MAX_TREE_TOKENS
+        shape = (self._max_tokens + self._max_tokens // WORDS_PER_TOKEN * is_input,)
         self._staging = memory.staging(shape, "int64")
         stream = memory.create_stream()
         self._allocation = memory.allocate(dense_nbytes(shape, "int64"), zeroed=True, stream=stream)
@@ -62,9 +61,9 @@ class StepAncestors:
         return self._table[: slots * width].reshape(slots, width)
 
     @property
-    def address(self) -> int:
-        """Address of the first token."""
-        return self._table.ptr
+    def addresses(self) -> dict[str, int]:
+        """Addresses of the inputs, by name."""
+        return {ANCESTORS: self._table.ptr, DEPTHS: self._table.ptr + self._max_tokens * itemsize("int64")}
 
     def write(self, parents: Sequence[Sequence[int]] | None, width: int, *, stream: Any) -> None:
         """Set the parents of the tokens of each slot, -1 for a root; None for chains. The last write must be done."""
@@ -80,6 +79,9 @@ class StepAncestors:
         staged[...] = np.uint64(1) << np.arange(width, dtype=np.uint64)  # tokens of padding
         for row, of_slot in zip(staged, parents, strict=True):
             row[: len(of_slot)] = ancestor_bits(of_slot)
+        if self._is_input:
+            self._staging[self._max_tokens :].view(np.int32)[:count] = [bits.bit_count() - 1 for bits in staged.ravel().tolist()]
+            count = len(self._table)
         self._memory.upload(self._table[:count], self._staging[:count], stream=stream)
         self.in_use = True
 

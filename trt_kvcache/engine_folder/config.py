@@ -13,7 +13,7 @@ from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.hidden_tensors import hidden_tensors, to_plain
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine.step_ancestors import ancestors_input
+from trt_kvcache.engine.step_ancestors import tree_inputs
 from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_to_dict
@@ -86,8 +86,8 @@ class EngineFolderConfig:
 
     @property
     def tree_tensors(self) -> tuple[TensorSpec, ...]:
-        """The input for trees of draft tokens; none of an engine without."""
-        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
+        """The inputs for trees of draft tokens; none of an engine without."""
+        return () if self.draft_tree is None else tree_inputs(self.model, most_slots(self.profiles))
 
     @property
     def hidden_tensors(self) -> tuple[TensorSpec, ...]:

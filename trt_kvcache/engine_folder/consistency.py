@@ -15,7 +15,6 @@ from trt_kvcache.engine.decoder_profiles import decoder_profiles
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.quantized_kv import QuantizedKV
-from trt_kvcache.engine.step_ancestors import why_no_trees
 from trt_kvcache.engine_folder.config import EngineFolderConfig
 from trt_kvcache.engine_folder.v_outputs import v_outputs
 from trt_kvcache.errors import EngineError
@@ -122,7 +121,7 @@ def _check_draft_tree(config: EngineFolderConfig) -> None:
     """Check that the engine can have the input for trees, and returns the logits of all tokens of a tree."""
     if config.draft_tree is None:
         return
-    why = why_no_trees(config.model)
+    why = "recurrent states" if config.model.recurrent_layers else None
     if config.attention_variant != "plugin" or config.segments is not None or config.plugin_library is not None:
         why = "segments" if config.segments else "a plugin library" if config.plugin_library else f"{config.attention_variant} attention"
     if why is not None:

@@ -15,7 +15,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.embedding_rows import embedding_tensors
 from trt_kvcache.engine.hidden_tensors import hidden_states_nbytes, hidden_tensors
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine.step_ancestors import ancestors_input
+from trt_kvcache.engine.step_ancestors import tree_inputs
 from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.engine_folder.folder import DRAFT_HEAD_FOLDER, EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord
@@ -127,8 +127,8 @@ class EngineInspection:
 
     @property
     def tree_tensors(self) -> tuple[TensorSpec, ...]:
-        """The input for trees of draft tokens, which is not among ``tensors``; none of an engine without."""
-        return () if self.draft_tree is None else (ancestors_input(most_slots(self.profiles)),)
+        """The inputs for trees of draft tokens, which are not among ``tensors``; none of an engine without."""
+        return () if self.draft_tree is None else tree_inputs(self.model, most_slots(self.profiles))
 
     @property
     def adapters_nbytes(self) -> int:

@@ -99,9 +99,9 @@ class AttentionAttributes:
 
     @classmethod
     def from_plugin_fields(cls, fields: Iterable[Any], *, quantized: bool = False, takes_trees: bool = False) -> AttentionAttributes:
-        """Read a ``PluginFieldCollection``. With ``takes_trees``, K and V may be quantized or not."""
+        """Read a ``PluginFieldCollection``."""
         values: dict[str, Any] = {}
-        types = QUANTIZED_ATTRIBUTE_TYPES if quantized or takes_trees else ATTRIBUTE_TYPES
+        types = QUANTIZED_ATTRIBUTE_TYPES if quantized else ATTRIBUTE_TYPES
         for field in fields:
             name, kind = str(field.name), field.type.name
             if name not in types or name in values:

@@ -24,8 +24,7 @@ _CACHE, _SCALES = 3, 5
 class AttentionOp:
     """Apply RoPE to q and k, append k and v to the cache, and compute causal attention (implements ``CustomOp``).
 
-    All s new tokens of a slot are appended, padding included. NumPy computes any head dimension and dtype. With ``sinks=1`` the last input
-    is attention sinks float32 ``[num_heads]``.
+    All s new tokens of a slot are appended, padding included. NumPy computes any head dimension and dtype.
     """
 
     name = "attention"
@@ -42,7 +41,7 @@ class AttentionOp:
             "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
             "scale": scale, **self._scores, "rotary_dim": self._rotary_dim,
         }  # fmt: skip
-        self._has_sinks = bool(sinks)
+        self._has_sinks = bool(sinks)  # of the last input, float32 [num_heads]
         if sinks:
             self.attributes["sinks"] = 1
         self._workspace: BorrowedWorkspace | None = None

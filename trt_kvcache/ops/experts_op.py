@@ -1,4 +1,10 @@
-"""Experts as a custom operation: the router's choice for each token, and the weighted sum of the chosen experts' outputs."""
+"""Experts as a custom operation: the router's choice for each token, and the weighted sum of the chosen experts' outputs.
+
+Inputs, in order: rows of the router ``[B, s, hidden]`` and of the experts ``[B, s, width]``, in one dtype; the router's weight float32
+``[E, hidden]`` and, if the attributes say so, its ``router_bias``, ``choice_bias`` and ``expert_scale`` float32 ``[E]``; the weights into
+the experts ``[E, rows, width]``, with the rows of gate first, and their bias ``[E, rows]`` if there is one; the weights out of them
+``[E, width, intermediate_size]``, and their bias. Packed weights are int32 bytes instead: see ``PackedFormat``. Output: ``[B, s, width]``.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +38,6 @@ class _Sizes:
 
 class ExpertsOp:
     """Choose experts for each token, and add up their outputs (implements :class:`~trt_kvcache.ops.custom_op.CustomOp`).
-
-    Inputs, in order: rows of the router ``[B, s, hidden]`` and of the experts ``[B, s, width]``, in one dtype; the router's weight float32
-    ``[E, hidden]`` and, if the attributes say so, its ``router_bias``, ``choice_bias`` and ``expert_scale`` float32 ``[E]``; the weights
-    into the experts ``[E, rows, width]``, with the rows of gate first, and their bias ``[E, rows]`` if there is one; the weights out of
-    them ``[E, width, intermediate_size]``, and their bias. Packed weights are int32 bytes instead: see ``PackedFormat``. Output:
-    ``[B, s, width]``.
 
     Padding is computed, too. Steps of more than 8 tokens are launched for 8 tokens at a time.
     """

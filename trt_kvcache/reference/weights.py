@@ -17,7 +17,6 @@ Float32 = npt.NDArray[np.float32]
 Projection = generic.Projection[Float32]
 NormWeights = generic.NormWeights[Float32]
 MergeWeights = generic.MergeWeights[Float32]
-AssistantWeights = generic.AssistantWeights[Float32]
 DecoderLayerWeights = generic.DecoderLayerWeights[Float32]
 DecoderWeights = generic.DecoderWeights[Float32]
 

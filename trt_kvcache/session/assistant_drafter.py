@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class AssistantDrafter(HeadDrafter):
     """Generates drafts with an assistant. Its slots are those of the large model, and hold nothing of their own."""
 
-    # All tokens of a draft run at the position of the last token in the cache, and attend to the rows up to it: vLLM does the same
-    # (vllm/v1/spec_decode/gemma4.py), while transformers counts this position from 1. The first token of a draft reads the hidden state of
-    # the model there, the others that of the assistant.
+    # All tokens of a draft run at the position of the last token in the cache, and attend to the rows up to it. vLLM does the same
+    # (vllm/v1/spec_decode/gemma4.py), and SGLang (frozen_kv_mtp_utils.py); `generate` of transformers takes the position after it. The
+    # first token of a draft reads the hidden state of the model there, the others that of the assistant.
 
     def __init__(self, parts: SessionParts, *, vocab_size: int) -> None:
         super().__init__(parts, vocab_size=vocab_size)

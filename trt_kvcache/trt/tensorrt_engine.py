@@ -274,12 +274,15 @@ class TensorRTEngine(GraphEngine):
         self.slot_adapters = buffers.slot_adapters
 
     def _bind_trees(self, trees: Sequence[TensorSpec], contexts: Sequence[int]) -> None:
-        """Bind the input for trees in every context. Contexts of CUDA graphs copy the address."""
+        """Bind the inputs for trees in every context. Contexts of CUDA graphs copy the addresses."""
+        if not trees:
+            return
+        self.ancestors = StepAncestors(self.memory, max_slots=trees[0].shape[0], is_input=True)
+        self._resources.callback(self.ancestors.close)
+        addresses = self.ancestors.addresses
         for spec in trees:
-            self.ancestors = StepAncestors(self.memory, max_slots=spec.shape[0], is_input=True)
-            self._resources.callback(self.ancestors.close)
             for context in contexts:
-                self._plan.set_tensor_address(context, spec.name, self.ancestors.address)
+                self._plan.set_tensor_address(context, spec.name, addresses[spec.name])
 
     def _bind_hidden_states(self, hidden_tensors: Sequence[TensorSpec], contexts: Sequence[int]) -> None:
         """Allocate the rows of hidden states of the largest enqueue, and bind them in every context."""

@@ -89,7 +89,7 @@ def full_tensorrt(rtx, patch):
 
         def create(layer, fields, phase):
             assert phase.name == "BUILD"
-            kind = {"quantized": version == "2", "takes_trees": version == "3"}
+            kind = {"quantized": version in "24", "takes_trees": version in "34"}
             made = plugin_class(full)(AttentionAttributes.from_plugin_fields(fields, **kind))
             assert made.plugin_version == version
             return made

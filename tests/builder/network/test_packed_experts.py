@@ -47,12 +47,13 @@ def made(*parts: QuantizedWeight, dtype: str = "bfloat16") -> PackedMatrices:
 
 
 def values(packed: PackedMatrices, count: int, dtype: str = "bfloat16") -> list[Any]:
-    """Return the matrices that the kernels read, from inputs as the format describes them."""
+    """Return the matrices that the kernels read, from inputs as the format describes them, at an offset in their memory."""
     memory = HostMemory()
     stream = memory.create_stream()
     types = packed.format.input_types(count, ROWS, COLUMNS)
     assert [(name, one.shape) for name, one in packed.arrays.items()] == [(name, one.shape) for name, one in types.items()]
-    tensors = [memory.to_device(packed.arrays[name], stream=stream) for name in types]
+    before = np.full(64, -1, np.int32)
+    tensors = [memory.to_device(np.concatenate([before, packed.arrays[name]]), stream=stream)[len(before) :] for name in types]
     stack = packed.format.tensors(tensors, count, ROWS, COLUMNS)
     return [stack.on_host(numpy_dtype(dtype), matrix) for matrix in range(count)]
 

@@ -106,10 +106,10 @@ class Made:
 
 @pytest.fixture
 def make(rtx, monkeypatch, tmp_path):
-    """Return ``make(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False, draft_tree=None, of=MODELS)``."""
+    """Return ``make(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False, draft_tree=None)``."""
 
-    def make_model(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False, draft_tree=None, of=MODELS):
-        checkpoint = Opened(of.get(model, WITH_EXPERTS), EXPERTS.get(model))
+    def make_model(model, form, logits=1, flavour="tensorrt_rtx", has_v_outputs=False, draft_tree=None):
+        checkpoint = Opened(MODELS.get(model, WITH_EXPERTS), EXPERTS.get(model))
         options = {"flavour": flavour, "v_outputs": has_v_outputs, "draft_tree": draft_tree}
         monkeypatch.setattr(conftest, "Checkpoint", SimpleNamespace(open=lambda folder: nullcontext(checkpoint)))
         run_plugins_on_host(monkeypatch)

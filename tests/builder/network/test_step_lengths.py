@@ -48,3 +48,13 @@ def test_key_lengths_include_the_new_tokens(made: Part, lengths: StepLengths) ->
 
 def test_the_start_index_is_the_input_itself(lengths: StepLengths) -> None:
     assert lengths.start_index.name == "start"
+
+
+def test_positions_in_trees_are_depths(made: Part) -> None:
+    """The table has the tokens of slot 0, then those of slot 1; -1 is a chain. Places after its end are of chains."""
+    ids, start = made.graph.input("ids", "int32", (-1, -1)), made.graph.input("start", "int32", (-1,))
+    depths = made.graph.input("depths", "int32", (4, 3))
+    table = np.array([[0, 1, 1], [2, 0, -1], [-1, -1, -1], [7, 7, -1]], np.int32)
+    found = step_lengths(made.graph, tokens=ids, start_index=start, depths=depths).position_ids
+    assert made.run(found, ids=np.zeros((2, 4), np.int32), start=START[:2], depths=table).tolist() == [[0, 1, 1, 2], [4, 5, 6, 7]]
+    assert made.run(found, **FEED, depths=np.full((4, 3), -1, np.int32)).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [2, 3, 4, 5, 6]]

@@ -1,6 +1,5 @@
 """Trees of draft tokens in engines with plugin layers, by the interpreter of networks: the logits of the reference engine."""
 
-from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -12,7 +11,7 @@ from tests.helpers.recording import poison
 from tests.helpers.token_trees import path_to, random_parents
 from tests.trt.plugin.on_host import array_at
 from trt_kvcache import DraftTree, build_engine
-from trt_kvcache.engine.step_ancestors import ANCESTORS
+from trt_kvcache.engine.step_ancestors import ANCESTORS, DEPTHS
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.trt import graph_engine
@@ -45,28 +44,17 @@ def spoil(cache, form):
     poison(cache, 127 if form.startswith("int8") else np.nan)
 
 
-def without_positions(model):
-    """The model without what its network would compute by the positions of a chain."""
-
-    def changed(mixer):
-        qk_norm = mixer.qk_norm and replace(mixer.qk_norm, after_rope=False)
-        return replace(mixer, qk_norm=qk_norm, query_scaling=None)
-
-    return replace(model, layers=tuple(replace(layer, mixer=changed(layer.mixer)) for layer in model.layers))
-
-
-TREE_MODELS = {EQUAL: MODELS[EQUAL], MIXED: without_positions(MODELS[MIXED])}
 CASES = [(EQUAL, "16 bits"), (MIXED, "16 bits"), (MIXED, "int8 by token"), (EQUAL, "fp8 by head")]
 
 
 @pytest.mark.parametrize(
     ("model", "form"),
-    CASES + [pytest.param(model, form, marks=pytest.mark.slow) for model in TREE_MODELS for form in FORMS if (model, form) not in CASES],
+    CASES + [pytest.param(model, form, marks=pytest.mark.slow) for model in MODELS for form in FORMS if (model, form) not in CASES],
 )
 def test_trees_between_chains(make, model, form):
     """Random trees, whose paths stay, then chains: decode steps, next turns, drafts, and prompts in chunks."""
     random = Random(model + form)
-    with open_sessions(make(model, form, logits=TREE, draft_tree=TREE, of=TREE_MODELS)) as both:
+    with open_sessions(make(model, form, logits=TREE, draft_tree=TREE)) as both:
         for _ in range(2):
             rows = [[random.randrange(3, 37) for _ in range(random.randint(2, TREE))] for _ in PROMPTS]
             parents = [random_parents(random, len(row)) for row in rows]
@@ -107,27 +95,32 @@ def test_steps_that_are_replayed_take_any_tree(make, monkeypatch):
     np.testing.assert_array_equal(*found)
 
 
-def table_of(made, context=0):
-    """The input of a context, as 64 bits for each token of a slot."""
-    shape = made.config.tree_tensors[0].shape
-    return array_at(made.fake.contexts[context].addresses[ANCESTORS], shape[:2], "int64")
+def tables_of(made):
+    """The inputs of a context for each token of a slot: 64 bits, and the depths of a network that computes with positions."""
+    addresses = made.fake.contexts[0].addresses
+    dtypes = {ANCESTORS: "int64", DEPTHS: "int32"}
+    return [array_at(addresses[spec.name], spec.shape[:2], dtypes[spec.name]) for spec in made.config.tree_tensors]
 
 
-def test_the_bound_input(make):
+@pytest.mark.parametrize(("model", "names"), [(EQUAL, [ANCESTORS]), (MIXED, [ANCESTORS, DEPTHS])])
+def test_the_bound_inputs(make, model, names):
     """Chains unless a step has trees, in one place of every context, next to the tensors that a caller binds."""
-    made = make(EQUAL, "16 bits", logits=TREE, draft_tree=TREE)
+    made = make(model, "16 bits", logits=TREE, draft_tree=TREE)
     engine = open_engine(made)
     with session_over(engine, made.config) as ours:
         assert dict(engine.tensors) == {spec.name: spec for spec in made.config.tensors}
-        assert {context.addresses[ANCESTORS] for context in made.fake.contexts} == {engine.ancestors.address}
-        assert (table_of(made) == -1).all()
+        assert [spec.name for spec in made.config.tree_tensors] == names
+        for name in names:
+            assert {context.addresses[name] for context in made.fake.contexts} == {engine.ancestors.addresses[name]}
+        assert all((table == -1).all() for table in tables_of(made))
         ours.prefill(PROMPTS)
-        assert (table_of(made) == -1).all()
+        assert all((table == -1).all() for table in tables_of(made))
         ours.verify(ROWS, PARENTS)
-        assert table_of(made).ravel()[:7].tolist() == [0b1, 0b11, 0b101, 0b1011, 0b10101, 0b100101, 0b1100101]
+        found = [table.ravel()[:8].tolist() for table in tables_of(made)]
+        assert found == [[0b1, 0b11, 0b101, 0b1011, 0b10101, 0b100101, 0b1100101, 1 << 7], [0, 1, 1, 2, 2, 2, 3, 0]][: len(names)]
         ours.accept(paths=PATHS)
         ours.decode([3, 4, 5])
-        assert (table_of(made) == -1).all()
+        assert all((table == -1).all() for table in tables_of(made))
         made.fake.calls.clear()
         ours.decode([3, 4, 5])
         assert [call[0] for call in made.fake.calls] == ["execute_async_v3"]
@@ -190,11 +183,15 @@ def test_a_plan_without_the_input_is_refused(make):
         open_engine(make(EQUAL, "16 bits", logits=TREE), config)
 
 
-def test_an_engine_for_trees_is_built(tmp_path):
-    """With TensorRT for RTX: a plan of version 3 of the plugin, whose profile for drafts takes a tree."""
-    model = write_model(tmp_path / "model", head_dim=64)
+@pytest.mark.parametrize("family", ["llama", "hunyuan_v1_dense"])
+def test_an_engine_for_trees_is_built(tmp_path, family):
+    """With TensorRT for RTX: a plan whose profile for drafts takes a tree; of a network without positions, and one with."""
+    model = write_model(tmp_path / "model", head_dim=64, model_type=family)
     sizes = {"max_batch_size": 1, "max_sequence_length": 60, "flavour": "tensorrt_rtx", "compute_capabilities": "8.6"}
-    folder = EngineFolder.open(build_engine(model, tmp_path / "engine", **sizes, draft_tree=48).path)
+    report = build_engine(model, tmp_path / "engine", **sizes, draft_tree=48)
+    folder = EngineFolder.open(report.path)
+    assert report.warnings == ()
+    assert (len(folder.config.tree_tensors) == 2) is (family != "llama")
     assert (folder.config.draft_tree, folder.config.attention_variant) == (48, "plugin")
     assert [profile.max_width for profile in folder.config.profiles] == [60, 1, 48]
     with folder.read_plan() as plan:

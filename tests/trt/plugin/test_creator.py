@@ -19,8 +19,9 @@ ATTRIBUTES_OF = {
     "1": ATTRIBUTES,
     "2": replace(ATTRIBUTES, kv_dtype="int8", kv_scales="token"),
     "3": replace(ATTRIBUTES, takes_trees=True),
+    "4": replace(ATTRIBUTES, kv_dtype="int8", kv_scales="token", takes_trees=True),
 }
-TYPES_OF = {"1": ATTRIBUTE_TYPES, "2": QUANTIZED_ATTRIBUTE_TYPES, "3": QUANTIZED_ATTRIBUTE_TYPES}
+TYPES_OF = {"1": ATTRIBUTE_TYPES, "2": QUANTIZED_ATTRIBUTE_TYPES, "3": ATTRIBUTE_TYPES, "4": QUANTIZED_ATTRIBUTE_TYPES}
 
 
 def stored_fields(plugin):

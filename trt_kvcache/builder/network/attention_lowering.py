@@ -101,7 +101,7 @@ class PluginLayerLowering:
         self._layers = layers
         self._max_sequence_length = max_sequence_length
         self._start_index = start_index
-        self._trees = trees  # the input for trees of draft tokens, or nothing
+        self._ancestors, self._depths = trees[:1], trees[1:]  # the inputs for trees of draft tokens, or nothing
         self._cos_sin = cos_sin
         self._sinks = sinks
         self._v_outputs = v_outputs
@@ -131,7 +131,8 @@ class PluginLayerLowering:
 
     def _position_ids(self, graph: Graph, hidden: Any) -> Any:
         if self._positions is None:
-            self._positions = step_lengths(graph, tokens=hidden, start_index=self._start_index).position_ids
+            depths = self._depths[0] if self._depths else None
+            self._positions = step_lengths(graph, tokens=hidden, start_index=self._start_index, depths=depths).position_ids
         return self._positions
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -148,7 +149,7 @@ class PluginLayerLowering:
         kind = rope_kind(mixer.after_norms)
         angles = [] if kind is None else [self._cos_sin[kind]]
         sinks = [self._sinks[layer]] if layer in self._sinks else []
-        lengths = [self._start_index, *self._trees]
+        lengths = [self._start_index, *self._ancestors]
         plugin_layer = self._layers.layers.add(node.layer, [q, *self._new[source], cache, *lengths, *scales, *angles, *sinks])
         attended = graph.result(plugin_layer)
         for index, spec in enumerate(node.present):

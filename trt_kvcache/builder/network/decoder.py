@@ -61,7 +61,7 @@ def add_decoder(
     attention, max_sequence_length = options.attention, cache.max_sequence_length
     operations = options.operations or {}
     # first, into an empty network
-    has_layers, trees = attention == "plugin", options.tree_tensors
+    has_layers, trees = attention == "plugin", options.tree_tensors(model)[:1]
     plugin_layers = decoder_plugin_layers(graph, weights, model, names, cache, operations, trees) if has_layers else None
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
@@ -186,7 +186,7 @@ def _plugin_lowering(
         for index, mixer in zip(model.attention_indices, model.attention_layers, strict=True)
         if mixer.sinks
     }
-    trees = [graph.input(spec.name, spec.dtype, spec.shape) for spec in options.tree_tensors]
+    trees = [graph.input(spec.name, spec.dtype, spec.shape) for spec in options.tree_tensors(model)]
     v_outputs, inputs = options.v_outputs, {"start_index": start_index, "trees": trees, "cos_sin": tables, "sinks": sinks}
     return PluginLayerLowering(model, layers, max_sequence_length=length, **inputs, v_outputs=v_outputs)
 

@@ -30,14 +30,15 @@ _CLUSTERS, _CHOSEN = 2048, 32
 
 def is_assistant(data: Mapping[str, Any]) -> bool:
     """Return True for the ``config.json`` of an assistant."""
-    return data.get("model_type") in _TEXT
+    name = data.get("model_type")
+    return isinstance(name, str) and name in _TEXT
 
 
 def read_assistant_config(data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
     """Return the assistant of a parsed ``config.json``, a Gemma 4 with ``assistant_input``. Raises ConfigError."""
     fields = ConfigFields(data)
     name = fields.get("model_type")
-    if name not in _TEXT:
+    if not is_assistant(data):
         raise fields.refusal("model_type", " or ".join(_TEXT))
     family = FAMILIES[_TEXT[name]]
     _, inner = text_config(fields, replace(family, name=name, text=(family,)))

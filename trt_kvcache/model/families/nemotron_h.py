@@ -72,7 +72,7 @@ def read_mtp(fields: ConfigFields) -> ModelConfig:
     if fields.count("num_nextn_predict_layers", 1) != 1:
         raise fields.refusal("num_nextn_predict_layers", "1, an MTP head for one token")
     name = "mtp_hybrid_override_pattern" if "mtp_hybrid_override_pattern" in fields else "mtp_layers_block_type"
-    given = fields.get(name) or [_ATTENTION, _EXPERTS]
+    given = fields.get(name) if name in fields else [_ATTENTION, _EXPERTS]
     kinds = (
         [_KINDS.get(kind, kind) for kind in given]
         if isinstance(given, (str, list)) and all(isinstance(kind, str) for kind in given)

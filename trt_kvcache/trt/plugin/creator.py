@@ -14,7 +14,14 @@ from trt_kvcache.trt.plugin.operation_plugin import register_operations
 from trt_kvcache.trt.plugin.plugin import plugin_class
 from trt_kvcache.trt.plugin.plugin_library import creator_of_library
 from trt_kvcache.trt.plugin.reported import reporter
-from trt_kvcache.trt.plugin.versions import PLUGIN_ABIS, PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, QUANTIZED_VERSION, TREE_VERSION
+from trt_kvcache.trt.plugin.versions import (
+    PLUGIN_ABIS,
+    PLUGIN_NAME,
+    PLUGIN_NAMESPACE,
+    QUANTIZED_TREE_VERSION,
+    QUANTIZED_VERSION,
+    TREE_VERSION,
+)
 
 
 def register(tensorrt: TensorRT) -> dict[str, Any]:
@@ -31,8 +38,8 @@ def register_version(tensorrt: TensorRT, version: str) -> Any:
     """Register one version of the plugin: see :func:`register`."""
     plugin = plugin_class(tensorrt)
     trt = tensorrt.module
-    quantized, takes_trees = version == QUANTIZED_VERSION, version == TREE_VERSION
-    types = ATTRIBUTE_TYPES if version == PLUGIN_VERSION else QUANTIZED_ATTRIBUTE_TYPES
+    quantized, takes_trees = version in (QUANTIZED_VERSION, QUANTIZED_TREE_VERSION), version in (TREE_VERSION, QUANTIZED_TREE_VERSION)
+    types = QUANTIZED_ATTRIBUTE_TYPES if quantized else ATTRIBUTE_TYPES
 
     class KVCacheAttentionCreator(trt.IPluginCreatorV3One):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

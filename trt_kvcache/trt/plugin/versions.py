@@ -23,14 +23,18 @@ from trt_kvcache.trt.plugin.plugin_tensors import (
 #: Name and namespace of the plugin in TensorRT's registry, with one of :data:`PLUGIN_ABIS` as version.
 PLUGIN_NAME, PLUGIN_NAMESPACE = "KVCacheAttention", "trt_kvcache"
 
-#: The version over K and V in the dtype of q, the version over quantized K and V, and the version for trees, over either.
-PLUGIN_VERSION, QUANTIZED_VERSION, TREE_VERSION = "1", "2", "3"
+#: The version over K and V in the dtype of q, and the version over quantized K and V.
+PLUGIN_VERSION, QUANTIZED_VERSION = "1", "2"
+
+#: The same where new tokens may be trees.
+TREE_VERSION, QUANTIZED_TREE_VERSION = "3", "4"
 
 #: Inputs, outputs and fields of each version. A change takes a new version, and the old one stays: engines name it.
 PLUGIN_ABIS = {
     PLUGIN_VERSION: (INPUTS, OUTPUTS, ATTRIBUTE_TYPES),
     QUANTIZED_VERSION: (QUANTIZED_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_FIELD_VALUES),
-    TREE_VERSION: (TREE_INPUTS, OUTPUTS, QUANTIZED_TREE_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_FIELD_VALUES),
+    TREE_VERSION: (TREE_INPUTS, OUTPUTS, ATTRIBUTE_TYPES),
+    QUANTIZED_TREE_VERSION: (QUANTIZED_TREE_INPUTS, HEAD_SCALES, QUANTIZED_OUTPUTS, OUTPUTS, QUANTIZED_ATTRIBUTE_TYPES, KV_FIELD_VALUES),
 }
 
 _NEEDED = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV3OneRuntime", "IPluginCreatorV3One")
@@ -39,9 +43,9 @@ _NEEDED_AHEAD_OF_TIME = ("register", "aot_impl", "KernelLaunchParams", "SymIntEx
 
 def plugin_version(attributes: AttentionAttributes) -> str:
     """Return the version of the plugin for these attributes; older releases open engines of the lower ones."""
-    if attributes.takes_trees:
-        return TREE_VERSION
-    return PLUGIN_VERSION if attributes.kv_dtype is None else QUANTIZED_VERSION
+    if attributes.kv_dtype is None:
+        return TREE_VERSION if attributes.takes_trees else PLUGIN_VERSION
+    return QUANTIZED_TREE_VERSION if attributes.takes_trees else QUANTIZED_VERSION
 
 
 def abi_digest(version: str) -> str:
