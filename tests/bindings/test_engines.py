@@ -100,8 +100,8 @@ def is_built(full: TensorRT, name: str) -> bool:
 
 def recorded_tensors(full: TensorRT, config: EngineFolderConfig) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return shape and type, by name, of all that ``config.json`` says a network has."""
-    inputs = (*config.adapter_tensors, *config.embedding_tensors, *config.tree_tensors, *config.hidden_tensors)
-    specs = (*map(packed_as_int32, config.tensors), *inputs, *config.v_outputs)
+    inputs = (*config.adapter_tensors, *config.embedding_tensors, *config.tree_tensors)
+    specs = (*map(packed_as_int32, config.tensors), *inputs, *config.hidden_tensors, *config.v_outputs)
     return {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in specs}
 
 
@@ -362,6 +362,30 @@ def test_an_engine_binds_its_adapters(
     gc.collect()
 
 
+def test_an_engine_binds_hidden_states_and_so_does_its_draft_head(
+    stand_in: Any, full: TensorRT, model: Path, variant: str, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record_plugin_runs(monkeypatch)
+    sizes = {"head_dim": 64, "num_attention_heads": 4, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    head = write_head(tmp_path / "head", model, tokens=range(3, 20), **sizes)
+    options: dict[str, Any] = {**SIZES, "attention": variant, "flavour": "tensorrt", "draft_head": head}
+    folder = EngineFolder.open(build_engine(model, tmp_path / "engine", **options).path)
+    of_head, of_model = stand_in.networks[-2:]
+    for one, network in ((folder, of_model), (EngineFolder.open(folder.path / DRAFT_HEAD_FOLDER), of_head)):
+        assert network.tensors() == recorded_tensors(full, one.config)
+        assert len({layer.name for layer in network.layers}) == len(network.layers)
+        enqueues = len(stand_in.enqueues)
+        with TensorRTEngine.open(one, memory=memory) as engine:
+            make_ready(engine, memory, batch=3, width=5)
+            enqueue(engine)
+            [done] = stand_in.enqueues[enqueues:]
+            rows = {HIDDEN_INPUTS: engine.hidden_inputs, HIDDEN_STATES: engine.hidden_states}
+            for spec in one.config.hidden_tensors:
+                assert rows[spec.name].table.shape == (33, spec.shape[-1])
+                assert done.addresses[spec.name] == rows[spec.name].table.ptr
+    gc.collect()
+
+
 def test_an_engine_binds_its_rows(
     stand_in: Any, full: TensorRT, model: Path, variant: str, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -400,30 +424,6 @@ def test_an_engine_binds_its_trees(
         assert stand_in.enqueues[-1].addresses["ancestors"] == engine.ancestors.addresses["ancestors"]
         assert [inputs[5] for _, inputs, _ in runs] == [engine.ancestors.addresses["ancestors"]] * LAYERS
         assert engine.ancestors.of_step(3, 3).numpy().tolist() == [[1, 3, 5], [1, 2, 4], [1, 2, 4]]
-    gc.collect()
-
-
-def test_an_engine_binds_hidden_states_and_so_does_its_draft_head(
-    stand_in: Any, full: TensorRT, model: Path, variant: str, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    record_plugin_runs(monkeypatch)
-    sizes = {"head_dim": 64, "num_attention_heads": 4, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    head = write_head(tmp_path / "head", model, tokens=range(3, 20), **sizes)
-    options: dict[str, Any] = {**SIZES, "attention": variant, "flavour": "tensorrt", "draft_head": head}
-    folder = EngineFolder.open(build_engine(model, tmp_path / "engine", **options).path)
-    of_head, of_model = stand_in.networks[-2:]
-    for one, network in ((folder, of_model), (EngineFolder.open(folder.path / DRAFT_HEAD_FOLDER), of_head)):
-        assert network.tensors() == recorded_tensors(full, one.config)
-        assert len({layer.name for layer in network.layers}) == len(network.layers)
-        enqueues = len(stand_in.enqueues)
-        with TensorRTEngine.open(one, memory=memory) as engine:
-            make_ready(engine, memory, batch=3, width=5)
-            enqueue(engine)
-            [done] = stand_in.enqueues[enqueues:]
-            rows = {HIDDEN_INPUTS: engine.hidden_inputs, HIDDEN_STATES: engine.hidden_states}
-            for spec in one.config.hidden_tensors:
-                assert rows[spec.name].table.shape == (33, spec.shape[-1])
-                assert done.addresses[spec.name] == rows[spec.name].table.ptr
     gc.collect()
 
 

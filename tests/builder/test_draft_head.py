@@ -61,8 +61,13 @@ def test_heads_that_do_not_fit_are_refused_before_a_build(tmp_path: Path) -> Non
         estimate_build(model, draft_head="mtp")
 
 
-def test_heads_with_experts_are_refused(tmp_path: Path) -> None:
-    """Their models are too."""
-    model = write_mtp_model(tmp_path / "model", family="qwen3_5_moe")
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        estimate_build(model, draft_head="mtp")
+def test_heads_with_experts_are_built_where_their_models_are(tmp_path: Path) -> None:
+    """With plugin attention, which is not for heads of this size."""
+    experts = {"family": "qwen3_5_moe", "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32}
+    models = {size: write_mtp_model(tmp_path / f"{size}", **experts, head_dim=size) for size in (16, 64)}
+    found = estimate_build(models[64], draft_head="mtp", dtype="float16").draft_head
+    assert found is not None
+    with Checkpoint.open_mtp_head(models[64]) as head:
+        assert found.weights_nbytes > head.nbytes // 2 - 4096
+    with pytest.raises(ConfigError, match="got none: plugin: head_dim: expected one of"):
+        estimate_build(models[16], draft_head="mtp", dtype="float16")

@@ -118,26 +118,6 @@ def test_inputs_for_adapters_are_of_the_model() -> None:
     assert resolve(wide, adapters_rank=9, attention="native", plugin_layers="segments").adapter_inputs is not None
 
 
-def test_rows_are_refused_where_a_model_needs_more_for_them() -> None:
-    assert resolve().embedding_tensors(MODEL) == ()
-    [spec] = resolve(max_embeddings=3, dtype="float32").embedding_tensors(MODEL)
-    assert (spec.shape, spec.dtype) == ((3, MODEL.hidden_size), "float32")
-    for name, needed in (("gemma3", "attention both ways inside an image"), ("qwen2_5_vl", "positions of three axes")):
-        with raises(ConfigError, "max_embeddings", expected=f"0 for {name}, which needs {needed}", got="3"):
-            resolve(Checkpoint.read_config(VISION / name), max_embeddings=3)
-    with raises(ConfigError, "max_embeddings", expected="0 for gemma4_text, which needs per-layer embeddings", got="3"):
-        resolve(model_of("gemma4-ple"), max_embeddings=3)
-    most = (2**31 - 1) // MODEL.hidden_size
-    assert resolve(max_embeddings=most).max_embeddings == most
-    with raises(ConfigError, "max_embeddings", expected=f"at most {most}", got=str(most + 1)):
-        resolve(max_embeddings=most + 1)
-    wide = with_mixer(MODEL, head_dim=64)
-    operations = {"attention": "plugin", "operations": {"embedding": "embedding"}}
-    assert resolve(wide, **operations).max_embeddings == 0
-    with raises(ConfigError, "operations", expected="none in place of embedding with max_embeddings", got="embedding"):
-        resolve(wide, **operations, max_embeddings=3)
-
-
 def test_a_build_with_a_draft_head_can_verify_drafts() -> None:
     assert resolve(draft_head="mtp").max_logits_per_slot == 11
     assert resolve(draft_head="mtp", max_prefill_length=30).max_logits_per_slot == 17
@@ -156,6 +136,26 @@ def test_the_options_of_the_build_of_a_draft_head() -> None:
     assert (head.dtype, head.attention, head.quantize, head.hidden_layers) == ("bfloat16", "native", "int8", "final_norm")
     assert (head.draft_head, head.kv_dtype, head.adapters_rank, head.adapter_inputs, head.embed_weights) == (None,) * 4 + (False,)
     assert resolve(wide, attention="mask").of_draft_head(wide).attention == "mask"
+
+
+def test_rows_are_refused_where_a_model_needs_more_for_them() -> None:
+    assert resolve().embedding_tensors(MODEL) == ()
+    [spec] = resolve(max_embeddings=3, dtype="float32").embedding_tensors(MODEL)
+    assert (spec.shape, spec.dtype) == ((3, MODEL.hidden_size), "float32")
+    for name, needed in (("gemma3", "attention both ways inside an image"), ("qwen2_5_vl", "positions of three axes")):
+        with raises(ConfigError, "max_embeddings", expected=f"0 for {name}, which needs {needed}", got="3"):
+            resolve(Checkpoint.read_config(VISION / name), max_embeddings=3)
+    with raises(ConfigError, "max_embeddings", expected="0 for gemma4_text, which needs per-layer embeddings", got="3"):
+        resolve(model_of("gemma4-ple"), max_embeddings=3)
+    most = (2**31 - 1) // MODEL.hidden_size
+    assert resolve(max_embeddings=most).max_embeddings == most
+    with raises(ConfigError, "max_embeddings", expected=f"at most {most}", got=str(most + 1)):
+        resolve(max_embeddings=most + 1)
+    wide = with_mixer(MODEL, head_dim=64)
+    operations = {"attention": "plugin", "operations": {"embedding": "embedding"}}
+    assert resolve(wide, **operations).max_embeddings == 0
+    with raises(ConfigError, "operations", expected="none in place of embedding with max_embeddings", got="embedding"):
+        resolve(wide, **operations, max_embeddings=3)
 
 
 def test_keywords_are_the_fields() -> None:

@@ -68,25 +68,6 @@ def test_adapters_take_their_bytes(model: Path, name: str) -> None:
     assert all(fit.largest_batch < other.largest_batch for fit, other in zip(fewer, plain, strict=True))
 
 
-@pytest.mark.parametrize("name", ["gemma4-ple", "gemma4-experts-ple"])
-def test_a_table_in_host_memory_takes_no_bytes_of_the_gpu(name: str) -> None:
-    model = Checkpoint.read_config(GOLDEN / name)
-    assert model.per_layer_embedding is not None
-    nbytes = math.prod(model.per_layer_embedding.shape(model.num_layers)) * 2
-    with Checkpoint.open(GOLDEN / name) as checkpoint:
-        on_device, on_host = (TorchMemory.of(checkpoint, has_host_table=place).weights_nbytes(model.dtype) for place in (False, True))
-    assert on_device - on_host == nbytes
-    fits = what_fits(GOLDEN / name, 10**9, per_layer_table="host")
-    assert {fit.engine for fit in fits} == {"torch"}
-    assert fits[0].weights_nbytes == on_host
-    assert max(fit.weights_nbytes for fit in fits[1:]) <= on_host
-    for given in ("cpu", None):
-        with raises(ConfigError, "per_layer_table", expected="one of device, host", got=repr(given)):
-            what_fits(GOLDEN / name, 10**9, per_layer_table=given)  # type: ignore[arg-type]
-    with raises(ConfigError, "per_layer_table", expected="device", got="llama"):
-        what_fits(GOLDEN / "llama", 10**9, per_layer_table="host")
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "experts"])
 def test_a_draft_head_takes_its_bytes(tmp_path: Path, kind: str) -> None:
     """With TensorRT, and with PyTorch for a model with experts, whose head shares embedding and language model head."""
@@ -113,6 +94,25 @@ def test_a_draft_head_takes_its_bytes(tmp_path: Path, kind: str) -> None:
             )
             of_model = own.config.vocab_size * own.config.hidden_size * 2
             assert of_head.weights_nbytes("float16") < sum(math.prod(shape) for shape in tensor_shapes(own.config).values()) * 2 + of_model
+
+
+@pytest.mark.parametrize("name", ["gemma4-ple", "gemma4-experts-ple"])
+def test_a_table_in_host_memory_takes_no_bytes_of_the_gpu(name: str) -> None:
+    model = Checkpoint.read_config(GOLDEN / name)
+    assert model.per_layer_embedding is not None
+    nbytes = math.prod(model.per_layer_embedding.shape(model.num_layers)) * 2
+    with Checkpoint.open(GOLDEN / name) as checkpoint:
+        on_device, on_host = (TorchMemory.of(checkpoint, has_host_table=place).weights_nbytes(model.dtype) for place in (False, True))
+    assert on_device - on_host == nbytes
+    fits = what_fits(GOLDEN / name, 10**9, per_layer_table="host")
+    assert {fit.engine for fit in fits} == {"torch"}
+    assert fits[0].weights_nbytes == on_host
+    assert max(fit.weights_nbytes for fit in fits[1:]) <= on_host
+    for given in ("cpu", None):
+        with raises(ConfigError, "per_layer_table", expected="one of device, host", got=repr(given)):
+            what_fits(GOLDEN / name, 10**9, per_layer_table=given)  # type: ignore[arg-type]
+    with raises(ConfigError, "per_layer_table", expected="device", got="llama"):
+        what_fits(GOLDEN / "llama", 10**9, per_layer_table="host")
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

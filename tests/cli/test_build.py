@@ -63,9 +63,9 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "adapter": None,
         "adapters_rank": None,
         "adapters_modules": None,
+        "draft_head": None,
         "max_embeddings": 0,
         "draft_tree": None,
-        "draft_head": None,
     }
 
 
@@ -85,13 +85,13 @@ def test_options_reach_the_builder(run: Run, asked: dict[str, Any], tmp_path: Pa
         assert asked["v_outputs"] is expected
     run("build", SHIPPED, "-o", tmp_path, "--adapters-rank", 24, "--adapters-module", "q_proj", "--adapters-module", "v_proj")
     assert (asked["adapters_rank"], asked["adapters_modules"]) == (24, ["q_proj", "v_proj"])
+    for given in ("mtp", str(SHIPPED)):
+        run("build", SHIPPED, "-o", tmp_path, "--draft-head", given)
+        assert asked["draft_head"] == given
     run("build", SHIPPED, "-o", tmp_path, "--max-embeddings", 4096)
     assert asked["max_embeddings"] == 4096
     run("build", SHIPPED, "-o", tmp_path, "--draft-tree", 32)
     assert asked["draft_tree"] == 32
-    for given in ("mtp", str(SHIPPED)):
-        run("build", SHIPPED, "-o", tmp_path, "--draft-head", given)
-        assert asked["draft_head"] == given
     for given, expected in (("all", "all"), ("17", 17)):
         run("build", SHIPPED, "-o", tmp_path, "--max-logits-per-slot", given)
         assert asked["max_logits_per_slot"] == expected

@@ -90,6 +90,23 @@ def test_inputs_for_adapters_are_shown(run: Run, engine: Path, tmp_path: Path):
     assert json.loads(run("inspect", with_inputs, "--json").out)["adapters"] == {"rank": 16, "modules": ["q_proj", "v_proj"]}
 
 
+def test_a_draft_head_is_shown(run: Run, engine: Path, tmp_path: Path):
+    model = write_model(tmp_path / "llama")
+    head = write_head(tmp_path / "head", model)
+    folder = make_folder_with_head(model, head, tmp_path / "drafting").path
+    shown = run("inspect", folder).out
+    assert f"draft head: EAGLE-3, built from {head}, fingerprint " in shown
+    assert ["hidden_states", "output", "float16", "[?, ?, 32]", ""] in rows(shown, "Tensors")
+    sizes = dict(row[:2] for row in rows(shown, "Sizes"))
+    # slots, tokens of the cache and of an enqueue of the model, those that the head reads and returns, and one of each slot; bytes
+    assert sizes["hidden states of a session with drafts"] == str(3 * (38 + 11 + 2 * 11 + 1) * 32 * 2)
+    assert sizes["cache of the draft head"] == str(2 * align_up(3 * 38 * 2 * 16 * 2))
+    found = json.loads(run("inspect", folder, "--json").out)
+    assert found["hidden_layers"] == {"layers": [2, 3, 4], "width": 32}
+    assert found["draft_head"]["hidden_layers"] == [1]
+    assert "draft head" not in run("inspect", engine).out
+
+
 def test_the_input_for_rows_is_shown(run: Run, engine: Path, tmp_path: Path):
     with_rows = make_engine_folder(SHIPPED, tmp_path / "rows", max_embeddings=6).path
     shown = run("inspect", with_rows).out
@@ -107,23 +124,6 @@ def test_the_input_for_trees_is_shown(run: Run, engine: Path, tmp_path: Path):
     assert ["ancestors", "input", "int32", "[3, 64, 2]", ""] in rows(shown, "Tensors")
     assert "takes trees" not in run("inspect", engine).out
     assert json.loads(run("inspect", with_input, "--json").out)["draft_tree"] == 9
-
-
-def test_a_draft_head_is_shown(run: Run, engine: Path, tmp_path: Path):
-    model = write_model(tmp_path / "llama")
-    head = write_head(tmp_path / "head", model)
-    folder = make_folder_with_head(model, head, tmp_path / "drafting").path
-    shown = run("inspect", folder).out
-    assert f"draft head: EAGLE-3, built from {head}, fingerprint " in shown
-    assert ["hidden_states", "output", "float16", "[?, ?, 32]", ""] in rows(shown, "Tensors")
-    sizes = dict(row[:2] for row in rows(shown, "Sizes"))
-    # slots, tokens of the cache and of an enqueue of the model, those that the head reads and returns, and one of each slot; bytes
-    assert sizes["hidden states of a session with drafts"] == str(3 * (38 + 11 + 2 * 11 + 1) * 32 * 2)
-    assert sizes["cache of the draft head"] == str(2 * align_up(3 * 38 * 2 * 16 * 2))
-    found = json.loads(run("inspect", folder, "--json").out)
-    assert found["hidden_layers"] == {"layers": [2, 3, 4], "width": 32}
-    assert found["draft_head"]["hidden_layers"] == [1]
-    assert "draft head" not in run("inspect", engine).out
 
 
 def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):

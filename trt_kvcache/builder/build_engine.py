@@ -260,9 +260,9 @@ def _config(
         computed_dtype=options.dtype if cache.kv is not None and cache.kv.has_scales else None,
         plugin_library=library,
         adapters=options.adapter_inputs,
+        hidden_layers=options.hidden_layers,
         max_embeddings=options.max_embeddings,
         draft_tree=options.draft_tree,
-        hidden_layers=options.hidden_layers,
     )
 
 

@@ -103,10 +103,10 @@ class BuildEstimate:
 
     @property
     def device_nbytes(self) -> int:
-        """GPU memory of a session: plan, constants, cache, activations, adapters, rows of prompts, hidden states and draft head."""
-        own = self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes
+        """GPU memory of a session with this engine: plan, constants, cache, activations, inputs of its own, and draft head."""
         inputs = self.adapters_nbytes + self.embeddings_nbytes + self.hidden_states_nbytes
-        return own + inputs + (0 if self.draft_head is None else self.draft_head.device_nbytes)
+        own = self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes + inputs
+        return own + (0 if self.draft_head is None else self.draft_head.device_nbytes)
 
     @property
     def disk_nbytes(self) -> int:

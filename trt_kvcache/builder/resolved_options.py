@@ -153,6 +153,8 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
             raise ConfigError(f"adapters_rank: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+        if options.draft_head is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
+            raise ConfigError(f"draft_head: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
         for what, has in (
             ("experts", any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers)),
             ("attention sinks", any(mixer.sinks for mixer in model.attention_layers)),
@@ -163,9 +165,7 @@ class ResolvedOptions(BuildOptions):
                 raise ConfigError(
                     f"plugin_library: expected a model without {what}, got {model.family}: their plugin layers run in Python. Leave it out."
                 )
-        _check_draft_tree(options, choice.variant, width)
-        if options.draft_head is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
-            raise ConfigError(f"draft_head: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
+        _check_draft_tree(options, model, choice.variant, width)
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(
@@ -197,6 +197,7 @@ class ResolvedOptions(BuildOptions):
             "max_sequence_length": length,
             "max_prefill_length": min(self.max_prefill_length, length),
             "max_logits_per_slot": 1,
+            "max_embeddings": 0,
             "attention": AUTO if self.choice.is_auto else self.attention,
             "embed_weights": self.embed_weights and head.eagle3_input is not None,  # the copy of the model has its MTP head
         }
@@ -239,13 +240,13 @@ class ResolvedOptions(BuildOptions):
         inputs = self.adapter_inputs
         return () if inputs is None else inputs.tensors(model, slots=most_slots(self.profiles), dtype=self.dtype)
 
-    def embedding_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
-        """Return the input for rows in place of rows of the embedding; none without ``max_embeddings``."""
-        return embedding_tensors(model, self.max_embeddings, self.dtype)
-
     def hidden_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
         """Return the tensors of hidden states; none without ``draft_head``."""
         return hidden_tensors(model, self.hidden_layers, self.profiles, self.dtype)
+
+    def embedding_tensors(self, model: ModelConfig) -> tuple[TensorSpec, ...]:
+        """Return the input for rows in place of rows of the embedding; none without ``max_embeddings``."""
+        return embedding_tensors(model, self.max_embeddings, self.dtype)
 
     def cache_for(self, model: ModelConfig, quantized: QuantizedKV | None = None) -> DecoderCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options."""
@@ -291,6 +292,13 @@ class ResolvedOptions(BuildOptions):
         check_capabilities(self, tensorrt)
 
 
+def _logits(options: BuildOptions, width: int) -> int:
+    """Return the most tokens per slot whose logits an enqueue returns: those of a tree, and of a draft if there is a head that drafts."""
+    found = logits_per_slot(options.max_logits_per_slot, max_prefill_length=width)
+    drafted = min(VERIFY_WIDTH, width) if found == 1 and options.draft_head is not None else found
+    return max(drafted, options.draft_tree or 1)
+
+
 def _check_embeddings(options: BuildOptions, model: ModelConfig, replaced: str | None) -> None:
     """Refuse rows in place of rows of the embedding for a model that needs more for them, or with an operation that knows no such ids."""
     if not options.max_embeddings:
@@ -319,14 +327,6 @@ def _check_draft_tree(options: BuildOptions, variant: AttentionName, width: int)
         raise ConfigError(f"draft_tree: expected plugin_layers={ONE_PLAN} with it, got {SEGMENTS}.")
     if options.draft_tree > width:
         raise ConfigError(f"draft_tree: expected at most max_prefill_length={width}, got {options.draft_tree}.")
-
-
-def _logits(options: BuildOptions, width: int) -> int:
-    """Return the most tokens per slot whose logits an enqueue returns: those of a draft, if there is a head that drafts, and of a tree."""
-    found = logits_per_slot(options.max_logits_per_slot, max_prefill_length=width)
-    if found == 1 and options.draft_head is not None:
-        found = min(VERIFY_WIDTH, width)
-    return max(found, options.draft_tree or 1)
 
 
 def _v_outputs(options: BuildOptions, model: ModelConfig, choice: AttentionChoice, target: BuildTarget) -> bool:

@@ -46,12 +46,14 @@ class TorchMemory:
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, *, adapters_rank: int | None = None, has_host_table: bool = False, head: Checkpoint | None = None
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        adapters_rank: int | None = None,
+        has_host_table: bool = False,
+        head: Checkpoint | None = None,
     ) -> TorchMemory:
-        """Read a checkpoint, and that of its draft head; no weights are read.
-
-        ``has_host_table``: the table of per-layer embeddings is in host memory.
-        """
+        """Read a checkpoint, and that of its draft head; no weights are read. ``has_host_table``: per-layer embeddings in host memory."""
         title = checkpoint.weights.format
         is_mxfp4, is_nvfp4 = _MXFP4 in title.upper(), _NVFP4 in title.upper() and _FACTORS not in title
         kinds = checkpoint.value_kinds & (_PACKED_KINDS | ({"e2m1"} if is_mxfp4 or is_nvfp4 else set()))
@@ -74,10 +76,7 @@ class TorchMemory:
         return replace(self, packed=sizes, head=head)
 
     def weights_nbytes(self, dtype: str) -> int:
-        """Return the bytes of weights on the GPU, without those that a draft head shares; those of routers are float32.
-
-        In float32 nothing stays packed.
-        """
+        """Return the bytes of weights on the GPU, without those that a draft head shares; routers in float32. In float32 none is packed."""
         exact, packed = exact_tensors(self.model), self.packed if dtype in ELEMENT_TYPES else {}
         return round(
             sum(

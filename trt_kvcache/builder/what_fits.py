@@ -157,10 +157,10 @@ def what_fits(
             if options.draft_head is not None:
                 head = opened.enter_context(open_draft_head(str(options.draft_head), checkpoint.path, quantize=None))
                 hidden_layers_of(head.config, model, option=f"draft_head: {options.draft_head}")
-            is_built = not has_host_table and all(_builds(one, options, target) for one in (model, *([head.config] if head else [])))
+            is_built = all(_builds(one, options, target) for one in (model, *([head.config] if head else [])))
             source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities), head=head)
             in_torch = None
-            if not is_built:
+            if has_host_table or not is_built:
                 in_torch = TorchMemory.of(checkpoint, adapters_rank=adapters_rank, has_host_table=has_host_table, head=head)
         static = _static_kv(checkpoint)
         format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF

@@ -216,9 +216,9 @@ def print_build_sizes(estimate: BuildEstimate) -> None:
     rows = table("what", "bytes", "size", numbers=("bytes", "size"), title="Before the build (estimate)")
     constants = {"constants": estimate.constants_nbytes} if estimate.constants_nbytes else {}
     adapters = {"adapters": estimate.adapters_nbytes} if estimate.adapters_nbytes else {}
-    rows_of_prompts = {"rows of prompts": estimate.embeddings_nbytes} if estimate.embeddings_nbytes else {}
     head = estimate.draft_head
     drafts = {} if head is None else {"hidden states": estimate.hidden_states_nbytes, "draft head": head.device_nbytes}
+    rows_of_prompts = {"rows of prompts": estimate.embeddings_nbytes} if estimate.embeddings_nbytes else {}
     sizes = {
         "weights": estimate.weights_nbytes,
         "plan: weights and kernels": estimate.plan_nbytes,

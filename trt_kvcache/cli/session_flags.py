@@ -52,14 +52,14 @@ ADAPTERS_HELP = (
     "A TensorRT engine folder needs a build with --adapters-rank."
 )
 
-PER_LAYER_TABLE_HELP = (
-    "Place of the table of per-layer embeddings (Gemma 4 E2B and E4B): GPU memory, or pinned host memory, of which PyTorch on a GPU reads "
-    "the rows of each step."
-)
-
 DRAFT_HEAD_HELP = (
     "Count a draft head too: mtp for the multi-token prediction head in the model folder, or the folder of an EAGLE-3 head, or its id of "
     "the Hugging Face Hub. Default: none."
+)
+
+PER_LAYER_TABLE_HELP = (
+    "Place of the table of per-layer embeddings (Gemma 4 E2B and E4B): GPU memory, or pinned host memory, of which PyTorch on a GPU reads "
+    "the rows of each step."
 )
 
 KV_DTYPE_HELP = "Quantize K and V to 8 bits, with plugin attention. Default: --dtype."

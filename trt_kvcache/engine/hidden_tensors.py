@@ -49,7 +49,7 @@ def hidden_states_nbytes(
 
     The head reads those of an enqueue and returns its own, and has one of each slot.
     """
-    returned = head.hidden_size if head.eagle3_input is not None else model.hidden_size
+    returned = head.hidden_size if head.eagle3_input is not None else model.state_size
     rows = slots * (max_sequence_length + max_prefill_length)
     of_head = slots * (2 * min(max_prefill_length, head.max_position_embeddings) + 1)
     return (rows * returned + of_head * head.hidden_size) * itemsize(dtype)

@@ -31,26 +31,23 @@ class ReducedLayers:
 HiddenLayers = Literal["final_norm"] | tuple[int, ...] | ReducedLayers
 
 
-def check_head_sizes(what: str, model: ModelConfig, *, state_size: int, vocab_size: int, option: str) -> None:
-    """Check that a draft head or an assistant fits a model. Raises ConfigError about ``option``."""
-    for name, expected, given in (
-        ("hidden size", model.hidden_size, state_size),
-        ("vocabulary of", model.vocab_size, vocab_size),
-    ):
-        if given != expected:
-            raise ConfigError(f"{option}: expected {what} for the {name} {expected} of the model, got one for {given}.")
-
-
 def hidden_layers_of(head: ModelConfig, model: ModelConfig, *, option: str) -> HiddenLayers:
     """Return the hidden states of a model that a draft head reads, after checking that it fits. Raises ConfigError about ``option``."""
     own = head.eagle3_input
     if own is None:
         return "final_norm"
-    check_head_sizes("an EAGLE-3 head", model, state_size=own.state_size, vocab_size=head.vocab_size, option=option)
+    check_sizes(option, "an EAGLE-3 head", model, own.state_size, head.vocab_size)
     if (own.shares_embedding or own.shares_head) and head.hidden_size != model.hidden_size:
         lacking = "embedding" if own.shares_embedding else "language model head"
         raise ConfigError(f"{option}: expected an {lacking} of width {head.hidden_size} in the files of the head, got none.")
     return ReducedLayers(own.layers_of(model.num_layers), head.hidden_size)
+
+
+def check_sizes(option: str, what: str, model: ModelConfig, state_size: int, vocab_size: int) -> None:
+    """Refuse a head for another hidden size or another vocabulary than those of a model. Raises ConfigError about ``option``."""
+    for name, expected, given in (("hidden size", model.hidden_size, state_size), ("vocabulary of", model.vocab_size, vocab_size)):
+        if given != expected:
+            raise ConfigError(f"{option}: expected {what} for the {name} {expected} of the model, got one for {given}.")
 
 
 def rows_width(hidden_layers: HiddenLayers | None, model: ModelConfig) -> int:

@@ -105,6 +105,18 @@ def _check_adapters(config: EngineFolderConfig) -> None:
         raise EngineError(f"adapters: expected none with {got}, got inputs for rank {found.rank}.")
 
 
+def _check_hidden_states(config: EngineFolderConfig) -> None:
+    """Check that a draft head returns hidden states, that a model returns them for a draft head, and that there are no segments."""
+    found, is_head = config.hidden_layers is not None, config.model.hidden_inputs_width > 0
+    if found is not (is_head or bool(config.draft_head)):
+        what = "of a draft head" if is_head else "for one" if config.draft_head else "without one"
+        raise EngineError(f"hidden_layers: expected {'none' if found else 'some'} {what}, got {config.hidden_layers}.")
+    if is_head and config.draft_head:
+        raise EngineError(f"draft_head: expected none of a draft head, got {config.draft_head:.30}.")
+    if found and config.segments is not None:
+        raise EngineError(f"hidden_layers: expected none with segments, got {config.hidden_layers}.")
+
+
 def _check_draft_tree(config: EngineFolderConfig) -> None:
     """Check that the engine can have the input for trees, and returns the logits of all tokens of a tree."""
     if config.draft_tree is None:
@@ -118,18 +130,6 @@ def _check_draft_tree(config: EngineFolderConfig) -> None:
         raise EngineError(
             f"draft_tree: expected at most {config.max_logits_per_slot}, the logits of a slot in profiles, got {config.draft_tree}."
         )
-
-
-def _check_hidden_states(config: EngineFolderConfig) -> None:
-    """Check that a draft head returns hidden states, that a model returns them for a draft head, and that there are no segments."""
-    found, is_head = config.hidden_layers is not None, config.model.hidden_inputs_width > 0
-    if found is not (is_head or bool(config.draft_head)):
-        what = "of a draft head" if is_head else "for one" if config.draft_head else "without one"
-        raise EngineError(f"hidden_layers: expected {'none' if found else 'some'} {what}, got {config.hidden_layers}.")
-    if is_head and config.draft_head:
-        raise EngineError(f"draft_head: expected none of a draft head, got {config.draft_head:.30}.")
-    if found and config.segments is not None:
-        raise EngineError(f"hidden_layers: expected none with segments, got {config.hidden_layers}.")
 
 
 def _check_segments(config: EngineFolderConfig) -> None:

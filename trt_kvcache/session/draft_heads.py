@@ -8,7 +8,7 @@ from trt_kvcache.builder.options import MTP
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.assistant_files import is_assistant_folder
 from trt_kvcache.checkpoint.eagle3_files import is_draft_head_folder
-from trt_kvcache.engine.step_rows import HiddenLayers, check_head_sizes, hidden_layers_of
+from trt_kvcache.engine.step_rows import HiddenLayers, check_sizes, hidden_layers_of
 from trt_kvcache.engine_folder.folder import DRAFT_HEAD_FOLDER, EngineFolder, is_engine_folder
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
@@ -26,17 +26,17 @@ def draft_head_folder(draft: str | None) -> Path | None:
     return place if is_draft_head_folder(place) else None
 
 
+def names_head(draft: str | None) -> bool:
+    """Return True if ``draft=`` names a draft head."""
+    return draft == MTP or draft_head_folder(draft) is not None
+
+
 def assistant_folder(draft: str | None) -> Path | None:
     """Return the folder of an assistant, which ``draft=`` names; None for other drafts."""
     if draft in (None, NGRAM, MTP):
         return None
     place = locate_model(draft)
     return place if is_assistant_folder(place) else None
-
-
-def names_head(draft: str | None) -> bool:
-    """Return True if ``draft=`` names a draft head."""
-    return draft == MTP or draft_head_folder(draft) is not None
 
 
 def hidden_layers_for(draft: str | None, model: ModelConfig) -> HiddenLayers | None:
@@ -46,10 +46,9 @@ def hidden_layers_for(draft: str | None, model: ModelConfig) -> HiddenLayers | N
     folder = assistant_folder(draft)
     if folder is not None:
         assistant = Checkpoint.read_assistant_config(folder)
-        own = assistant.assistant_input
-        assert own is not None
-        check_head_sizes("an assistant", model, state_size=own.state_size, vocab_size=assistant.vocab_size, option=f"draft: {draft}")
-        own.kv_places(model.kv_layers)
+        assert assistant.assistant_input is not None
+        check_sizes(f"draft: {draft}", "an assistant", model, assistant.assistant_input.state_size, assistant.vocab_size)
+        assistant.assistant_input.kv_places(model.kv_layers)
         return "final_norm"
     folder = draft_head_folder(draft)
     if folder is None:

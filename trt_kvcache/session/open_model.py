@@ -113,9 +113,9 @@ def open_engine_folder(
         )
     folder = EngineFolder.open(place)
     config = folder.config
-    _check_per_layer_table(config.model, options)
     if config.model.hidden_inputs_width:
         raise ConfigError(f"{path}: expected the engine folder of a model, got that of a draft head. Name it as draft=.")
+    _check_per_layer_table(config.model, options)
     if options.adapters and config.checkpoint.adapter:
         names = ", ".join(options.adapters)
         raise ConfigError(f"adapters: expected none with {path}, which was built with a merged adapter, got {names}.")
@@ -169,18 +169,18 @@ def open_model(
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
         adapters = _adapters(model, options)
-        tree, has_assistant = draft_tree or options.draft_tree, assistant_folder(options.draft) is not None
-        if has_assistant and options.engine == "tensorrt":
+        tree, is_assistant = draft_tree or options.draft_tree, assistant_folder(options.draft) is not None
+        if is_assistant and options.engine == "tensorrt":
             raise ConfigError(f"draft: expected no assistant with engine='tensorrt', got {options.draft}. NumPy and PyTorch run it.")
-        leaves_out = has_assistant or (tree is not None and options.engine == "auto")
+        leaves_out = is_assistant or (tree is not None and options.engine == "auto")
         if not leaves_out and _tries_tensorrt(options, options.flavour, model):
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 built = options
                 if options.draft is not None and options.max_logits_per_slot is None:
                     built = replace(options, max_logits_per_slot=min(VERIFY_WIDTH, width))
-                has_head, tree = hidden_layers is not None, tree and min(tree, width)
-                return _built_parts(checkpoint.path, memory, built, adapters, progress, draft_tree=tree, has_head=has_head)
+                has_head = hidden_layers is not None
+                return _built_parts(checkpoint.path, memory, built, adapters, tree and min(tree, width), progress, has_head=has_head)
             except (BuildError, ConfigError, EngineError, CudaError) as error:
                 _fall_back(options, error, model)
         running = _checkpoint_engine(
@@ -315,6 +315,12 @@ def open_draft_head(checkpoint: Checkpoint, parts: SessionParts, options: Sessio
     return replace(parts, engine=head, cache=cache, names=DEFAULT_NAMES, model=model, on_close=None)
 
 
+def open_built_head(folder: EngineFolder, parts: SessionParts, options: SessionOptions) -> SessionParts:
+    """Open the TensorRT engine of a draft head in the memory of a session. The caller closes the parts."""
+    of_head = SessionOptions(engine="tensorrt", flavour=options.flavour, device=options.device, cuda_graphs=options.cuda_graphs)
+    return _tensorrt_parts(folder, cast(CudaMemory, parts.engine.memory), of_head, None)
+
+
 def open_assistant(checkpoint: Checkpoint, parts: SessionParts) -> SessionParts:
     """Open an assistant of the model of a session over K and V of its cache, in an engine of the same class. The caller closes both."""
     engine, model = parts.engine, checkpoint.config
@@ -328,12 +334,6 @@ def open_assistant(checkpoint: Checkpoint, parts: SessionParts) -> SessionParts:
         cache = SharedRows(parts.cache, layers)
         undo.pop_all()
     return replace(parts, engine=assistant, cache=cache, names=DEFAULT_NAMES, model=model, on_close=None)
-
-
-def open_built_head(folder: EngineFolder, parts: SessionParts, options: SessionOptions) -> SessionParts:
-    """Open the TensorRT engine of a draft head in the memory of a session. The caller closes the parts."""
-    of_head = SessionOptions(engine="tensorrt", flavour=options.flavour, device=options.device, cuda_graphs=options.cuda_graphs)
-    return _tensorrt_parts(folder, cast(CudaMemory, parts.engine.memory), of_head, None)
 
 
 def _torch_memory(options: SessionOptions) -> Memory:
@@ -404,9 +404,9 @@ def _built_parts(
     memory: CudaMemory,
     options: SessionOptions,
     adapters: AdapterSet | None,
+    draft_tree: int | None,
     progress: Progress | None,
     *,
-    draft_tree: int | None,
     has_head: bool,
 ) -> SessionParts:
     """Build an engine into a temporary folder that is removed with the session."""

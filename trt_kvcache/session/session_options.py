@@ -112,10 +112,10 @@ class SessionOptions:
         Default of speculative decoding, for requests without ``draft``: see ``InferenceSession.generate``. ``"ngram"`` is prompt lookup.
         ``"mtp"`` is the multi-token prediction head in a model folder. A path, or an id of the Hugging Face Hub, is a small model with the
         same tokenizer, which generates drafts: an engine folder, or a model folder, opened with ``engine`` and ``dtype`` of this session.
-        Or it is the folder of an EAGLE-3 head, or of a Gemma 4 assistant for a model folder (not with TensorRT, which ``"auto"`` then
-        leaves out). For ``"mtp"`` and an EAGLE-3 head, a TensorRT engine folder must have been built with ``draft_head``. The engine of
-        the large model must return the logits of several tokens per slot, as an engine does that is opened from a model folder. Off if
-        left out.
+        Or it is the folder of an EAGLE-3 head, or of a Gemma 4 assistant for a model folder; assistants are not for TensorRT, which
+        ``"auto"`` then leaves out. For ``"mtp"`` and an EAGLE-3 head, a TensorRT engine folder must have been built with ``draft_head``.
+        The engine of the large model must return the logits of several tokens per slot, as an engine does that is opened from a model
+        folder. Off if left out.
     draft_tree : int, optional
         Most tokens of a draft that is a tree, from 2 to 64, with the token before it. A tree proposes several tokens for a position, so
         more tokens are accepted in a step that verifies more of them. For ``draft`` with the path of a small model or of an EAGLE-3 head.

@@ -127,21 +127,19 @@ class TensorRTEngine(GraphEngine):
                 built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
                 if config.attention_variant == "plugin" and config.plugin_library is None:
                     register(tensorrt)
-            v_outputs, trees = ((), ()) if config is None else (config.v_outputs, config.tree_tensors)
-            hidden_tensors = () if config is None else config.hidden_tensors
-            own_inputs = () if config is None else (*config.adapter_tensors, *config.embedding_tensors, *trees)
-            bound_here = (*own_inputs, *hidden_tensors, *v_outputs)
+            v_outputs, trees, hidden = ((), (), ()) if config is None else (config.v_outputs, config.tree_tensors, config.hidden_tensors)
+            own_tensors = () if config is None else (*config.adapter_tensors, *config.embedding_tensors, *trees, *hidden)
             has_library = config is not None and config.plugin_library is not None
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by, has_library=has_library)
             self.profiles = read_profiles(self._plan.ranges, names)
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
-                self._plan.tensors = compare_tensors(self._plan.tensors, [*map(packed_as_int32, config.tensors), *bound_here])
+                self._plan.tensors = compare_tensors(self._plan.tensors, [*map(packed_as_int32, config.tensors), *own_tensors, *v_outputs])
                 compare_profiles(self.profiles, config.profiles)
                 self.profiles = config.profiles  # with their names
             unpacked = Int32PackedView(self._plan, () if config is None else config.tensors)
-            not_for_callers = {spec.name for spec in bound_here}
+            not_for_callers = {spec.name for spec in (*own_tensors, *v_outputs)}
             self.tensors = {name: spec for name, spec in unpacked.tensors.items() if name not in not_for_callers}
             num_sets = count_binding_sets(self.tensors, names)
             self._create_contexts([self._plan], num_sets=num_sets, stream=stream)
@@ -154,7 +152,7 @@ class TensorRTEngine(GraphEngine):
                 for context in contexts:
                     self._plan.set_tensor_address(context, EMBEDDING_ROWS, self.embeddings.table.ptr)
             self._bind_trees(trees, contexts)
-            self._bind_hidden_states(hidden_tensors, contexts)
+            self._bind_hidden_states(hidden, contexts)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
                 type(self).__name__,

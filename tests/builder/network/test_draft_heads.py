@@ -16,6 +16,7 @@ from tests.helpers.fake_tensorrt import FakeTensorRT, install
 from tests.helpers.sessions import always_drafting, by_prompt, hidden_rows
 from tests.session import test_eagle3_drafter as of_eagle3, test_mtp_drafter as of_mtp
 from tests.session.test_mtp_drafter import PROMPTS, params
+from tests.trt.plugin.on_host import run_plugins_on_host
 from trt_kvcache import Checkpoint, InferenceSession, build_engine
 from trt_kvcache.builder import build_engine as building
 from trt_kvcache.builder.network.graph import Graph
@@ -24,6 +25,7 @@ from trt_kvcache.engine_folder.folder import DRAFT_HEAD_FOLDER, EngineFolder
 from trt_kvcache.engine_folder.inspection import inspect_engine
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.session import open_model as opening
+from trt_kvcache.trt import tensorrt_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 from .interpreted import AddressedMemory, CapturingMemory, interpreter_of
@@ -52,6 +54,8 @@ class Built:
 
         monkeypatch.setattr(Graph, "constant", constant)
         monkeypatch.setattr(building, "serialize", serialize)
+        run_plugins_on_host(monkeypatch)
+        monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: None)
         monkeypatch.setattr(opening, "find_gpu", lambda device: None)
         monkeypatch.setattr(opening, "load_tensorrt", lambda flavour: None)
         monkeypatch.setattr(opening, "CudaMemory", lambda device, **_: self.memory)
@@ -181,6 +185,23 @@ def test_a_head_that_is_right_is_accepted(built: Built, ring: tuple[Path, str], 
             assert session.statistics.draft_tokens == before
     assert sum(memory.replayed.values()) > 10
     assert memory.live_nbytes == 0
+
+
+def test_trees(built: Built, tmp_path: Path) -> None:
+    """Of a head with an engine for as large trees as that of its model."""
+    model = eagle3.write_ring_model(tmp_path / "model", head_dim=64)
+    head, prompts = str(eagle3.write_ring_head(tmp_path / "head", model, head_dim=64)), mtp.ring_prompts(3)
+    options = {"dtype": "float16", "attention": "plugin", "max_prefill_length": 12}
+    engine = built.build(model, draft_head=head, draft_tree=9, **options)
+    with (
+        InferenceSession.from_model(model, engine="numpy", **{**SIZES, **options}) as plain,
+        InferenceSession.open(engine, engine="tensorrt", draft=head, draft_tree=9) as session,
+    ):
+        always_drafting(session)
+        assert by_prompt(session.generate(prompts, params(9)[:3])) == by_prompt(plain.generate(prompts, params(9)[:3]))
+        assert session.statistics.draft_tokens > 2 * session.statistics.accepted_tokens > 30
+    with pytest.raises(ConfigError, match="draft_tree"):
+        InferenceSession.open(built.build(model, draft_head=head, **options), engine="tensorrt", draft=head, draft_tree=9)
 
 
 def test_an_engine_of_the_head_is_a_draft_too(built: Built, ring: tuple[Path, str]) -> None:
