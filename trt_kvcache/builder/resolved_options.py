@@ -165,7 +165,7 @@ class ResolvedOptions(BuildOptions):
                 raise ConfigError(
                     f"plugin_library: expected a model without {what}, got {model.family}: their plugin layers run in Python. Leave it out."
                 )
-        _check_draft_tree(options, model, choice.variant, width)
+        _check_draft_tree(options, choice.variant, width)
         replaced = (options.operations or {}).get(EmbeddingOp.name)
         if replaced is not None and model.per_layer_embedding is not None:
             raise ConfigError(
