@@ -72,6 +72,7 @@ class AttentionBuild:
     max_sequence_length: int
     operations: frozenset[str] = frozenset()  # that the caller replaces
     has_plugin_library: bool = False
+    packed_kernels: bool = False
 
     @property
     def routed_mlps(self) -> tuple[RoutedMlpConfig, ...]:
@@ -241,6 +242,13 @@ RULES = (
         order=("plugin",),
         reason="no other variant has plugin layers",
         applies=lambda build: bool(build.operations),
+    ),
+    Rule(
+        tensorrt="both",
+        condition="kernels of this package for packed weights (`--packed-kernels`)",
+        order=("plugin",),
+        reason="no other variant has plugin layers",
+        applies=lambda build: build.packed_kernels,
     ),
     Rule(
         tensorrt="both",

@@ -127,6 +127,7 @@ class ResolvedOptions(BuildOptions):
                 max_sequence_length=length,
                 operations=frozenset(options.operations or ()),
                 has_plugin_library=options.plugin_library is not None,
+                packed_kernels=options.packed_kernels,
             ),
         )
         if options.plugin_library is not None and choice.variant != "plugin":
@@ -135,6 +136,8 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(
                 f"plugin_library: expected a model with attention layers, got {model.family}, whose engine has no plugin layers."
             )
+        if options.packed_kernels and choice.variant != "plugin":
+            raise ConfigError(f"packed_kernels: expected plugin attention with it, got {choice.variant}.")
         if options.operations and choice.variant != "plugin":
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
