@@ -250,6 +250,14 @@ def test_attention_sinks_are_for_the_plugin(target: BuildTarget) -> None:
         ResolvedOptions.of_model(BuildOptions(plugin_library=Path("library")), model)
 
 
+def test_kernels_for_packed_weights_are_for_the_plugin() -> None:
+    assert choose(rtx(), packed_kernels=True).variant == "plugin"
+    with raises(ConfigError, "attention", "a variant", "head_dim: expected one of 64"):
+        choose(rtx(), ODD, packed_kernels=True)
+    with raises(ConfigError, "packed_kernels", "plugin attention", "mask"):
+        ResolvedOptions.of_model(BuildOptions(packed_kernels=True, attention="mask"), MODEL)
+
+
 def test_experts_need_compute_capability_8() -> None:
     """Where the caller computes attention, but not where the caller computes both."""
     model, turing = ModelConfig.from_dict({**SMALL, **EXPERTS}), rtx(compute_capabilities=("7.5",))

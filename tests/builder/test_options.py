@@ -62,6 +62,12 @@ def full_tensorrt(version: str) -> TensorRT:
         ({"attention": ["native", "mask"]}, "attention: expected one of auto, native, mask, plugin, got ['native', 'mask']."),
         ({"flavour": "rtx"}, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'rtx'."),
         ({"v_outputs": "auto"}, "v_outputs: expected True or False, got 'auto'."),
+        ({"packed_kernels": "auto"}, "packed_kernels: expected True or False, got 'auto'."),
+        ({"packed_kernels": True, "plugin_layers": "segments"}, "packed_kernels: expected plugin_layers=one-plan with it, got segments."),
+        (
+            {"packed_kernels": True, "plugin_library": "file"},
+            "plugin_library: expected no packed_kernels with it, got both: these run in Python. Leave one out.",
+        ),
         ({"adapters_rank": 8, "adapters_modules": 5}, 'adapters_modules: expected a sequence such as ("q_proj", "v_proj"), got 5.'),
         ({"compute_capabilities": ()}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got ().'),
         ({"compute_capabilities": (8.6,)}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got (8.6,).'),

@@ -52,6 +52,7 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "plugin_layers": "one-plan",
         "plugin_library": None,
         "v_outputs": None,
+        "packed_kernels": False,
         "operations": None,
         "flavour": "auto",
         "device": 0,
@@ -80,6 +81,8 @@ def test_options_reach_the_builder(run: Run, asked: dict[str, Any], tmp_path: Pa
     assert (asked["builder_optimization_level"], asked["timing_cache"], asked["device"]) == (0, tmp_path / "timings", 1)
     run("build", SHIPPED, "-o", tmp_path, "--plugin-library", tmp_path / "plugins.so")
     assert asked["plugin_library"] == tmp_path / "plugins.so"
+    run("build", SHIPPED, "-o", tmp_path / "engine", "--packed-kernels")
+    assert asked["packed_kernels"] is True
     for flag, expected in (("--v-outputs", True), ("--no-v-outputs", False)):
         run("build", SHIPPED, "-o", tmp_path, flag)
         assert asked["v_outputs"] is expected

@@ -52,4 +52,4 @@ def test_an_unregistered_name_is_free_again():
 def test_only_registered_names_can_be_unregistered(kind):
     with raises(ConfigError, "kind", expected="name that was registered", got=f"'{kind}'"):
         unregister_operation(kind)
-    assert set(registry.OPERATIONS) == {"attention", "embedding", "experts"}
+    assert set(registry.OPERATIONS) == {"attention", "embedding", "experts", "packed_linear"}

@@ -138,8 +138,8 @@ def test_the_table_of_plugin_layers_and_of_one_plan(monkeypatch):
     content = {"load_average": 7.9, "rows": [row, {**row, "plans": 1, "build": "one plan", "constants_nbytes": 0}]}
     label = "build with TensorRT for RTX, {} (two busy cores, load average 8)"
     assert [*tables._plugin_layers(content)] == [
-        (label.format("segments"), "3 plans of 30 MiB, with constants +2 MiB beside the weights; peak 70 MiB, 61 s", ""),
-        (label.format("one plan"), "1 plan of 30 MiB, with constants -10 MiB beside the weights; peak 70 MiB, 61 s", ""),
+        (label.format("segments"), "3 plans, 30 MiB in all; plans and constants minus weights: 2 MiB; peak 70 MiB, 61 s", ""),
+        (label.format("one plan"), "1 plan, 30 MiB in all; plans and constants minus weights: -10 MiB; peak 70 MiB, 61 s", ""),
     ]
     measured = {"launches": "nothing", "eager_us_per_layer": 2.0, "graph_us": {}, "limits": {"one_piece_us": 20.0}}
     found = [*tables._segments({**measured, "load_average": 0.5, "one_piece_us": {"eager": {"16": 3.0, "64": 9.5}}})]

@@ -75,6 +75,7 @@ class AttentionBuild:
     operations: frozenset[str] = frozenset()  # that the caller replaces
     has_plugin_library: bool = False
     takes_trees: bool = False
+    packed_kernels: bool = False
 
     @property
     def routed_mlps(self) -> tuple[RoutedMlpConfig, ...]:
@@ -244,6 +245,13 @@ RULES = (
         order=("plugin",),
         reason="no other variant has plugin layers",
         applies=lambda build: bool(build.operations),
+    ),
+    Rule(
+        tensorrt="both",
+        condition="kernels of this package for packed weights (`--packed-kernels`)",
+        order=("plugin",),
+        reason="no other variant has plugin layers",
+        applies=lambda build: build.packed_kernels,
     ),
     Rule(
         tensorrt="both",

@@ -67,6 +67,7 @@ class BuildKeywords(TypedDict, total=False):
     plugin_layers: str
     plugin_library: str | os.PathLike[str] | None
     v_outputs: bool | None
+    packed_kernels: bool
     operations: Mapping[str, str] | None
     flavour: str
     device: int
@@ -115,9 +116,13 @@ class BuildOptions:
     v_outputs : bool, optional
         With plugin layers in full TensorRT, whether the V that goes into each of them is an output of the engine too, which nobody reads.
         If left out, True for TensorRT 10.13 and 10.14, which may corrupt it otherwise: see ``docs/jetson.md``.
+    packed_kernels : bool
+        With plugin attention in one plan: True for products with the packed matrices of attention and MLPs by kernels of this package, as
+        plugin layers, in place of TensorRT's own. Each reads a matrix once for 16 tokens: see ``docs/quantization.md``.
     operations : mapping of str to str, optional
         With plugin attention, names of registered operations in place of those of this package, such as ``{"attention": "windowed"}``:
-        see ``docs/operations.md``. ``"attention"``, ``"embedding"`` and ``"experts"`` can be replaced.
+        see ``docs/operations.md``. ``"attention"``, ``"embedding"``, ``"experts"`` and
+        ``"packed_linear"`` can be replaced.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     device : int
@@ -185,6 +190,7 @@ class BuildOptions:
     plugin_layers: str = ONE_PLAN
     plugin_library: str | os.PathLike[str] | None = None
     v_outputs: bool | None = None
+    packed_kernels: bool = False
     operations: Mapping[str, str] | None = None
     flavour: str = "auto"
     device: int = 0
@@ -215,6 +221,10 @@ class BuildOptions:
         self._check_plugin_library()
         if not isinstance(self.v_outputs, bool | None):
             raise ConfigError(f"v_outputs: expected True or False, got {short_repr(self.v_outputs)}.")
+        if not isinstance(self.packed_kernels, bool):
+            raise ConfigError(f"packed_kernels: expected True or False, got {short_repr(self.packed_kernels)}.")
+        if self.packed_kernels and self.plugin_layers != ONE_PLAN:
+            raise ConfigError(f"packed_kernels: expected plugin_layers={ONE_PLAN} with it, got {self.plugin_layers}.")
         self._normalize("operations", _as_operations)
         one_of("flavour", self.flavour, FLAVOURS)
         int_in_range("device", self.device, 0, error=ConfigError)
@@ -258,6 +268,8 @@ class BuildOptions:
             raise ConfigError(
                 f"plugin_library: expected with plugin_layers={ONE_PLAN}, got {self.plugin_layers}: segments have no plugin layers."
             )
+        if self.packed_kernels:
+            raise ConfigError("plugin_library: expected no packed_kernels with it, got both: these run in Python. Leave one out.")
         if self.operations:
             raise ConfigError(
                 f"plugin_library: expected no operations with it, got {', '.join(self.operations)}: they run in Python. Leave one out."

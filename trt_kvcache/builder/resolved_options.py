@@ -141,6 +141,7 @@ class ResolvedOptions(BuildOptions):
                 operations=frozenset(options.operations or ()),
                 has_plugin_library=options.plugin_library is not None,
                 takes_trees=options.draft_tree is not None,
+                packed_kernels=options.packed_kernels,
             ),
         )
         if options.plugin_library is not None and choice.variant != "plugin":
@@ -149,6 +150,8 @@ class ResolvedOptions(BuildOptions):
             raise ConfigError(
                 f"plugin_library: expected a model with attention layers, got {model.family}, whose engine has no plugin layers."
             )
+        if options.packed_kernels and choice.variant != "plugin":
+            raise ConfigError(f"packed_kernels: expected plugin attention with it, got {choice.variant}.")
         if options.operations and choice.variant != "plugin":
             raise ConfigError(f"operations: expected none with {choice.variant} attention, got {', '.join(options.operations)}.")
         if options.adapters_rank is not None and choice.variant == "plugin" and options.plugin_layers == SEGMENTS:
@@ -193,12 +196,12 @@ class ResolvedOptions(BuildOptions):
         own = {
             **{field.name: getattr(self, field.name) for field in fields(BuildOptions)},
             **dict.fromkeys(_NOT_OF_HEADS),
-            "max_embeddings": 0,
             "max_sequence_length": length,
             "max_prefill_length": min(self.max_prefill_length, length),
             "max_logits_per_slot": 1,
             "max_embeddings": 0,
             "attention": AUTO if self.choice.is_auto else self.attention,
+            "packed_kernels": self.packed_kernels and head.eagle3_input is None,  # weights of other heads are not packed
             "embed_weights": self.embed_weights and head.eagle3_input is not None,  # the copy of the model has its MTP head
         }
         resolved = ResolvedOptions.of_model(BuildOptions(**own), head, target)

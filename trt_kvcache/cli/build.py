@@ -83,6 +83,13 @@ class BuildFlags:
             "corrupt V.",
         ),
     ] = None
+    packed_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--packed-kernels",
+            help="With plugin attention: multiply with packed weights by kernels of this package, for 16 tokens at a time.",
+        ),
+    ] = False
     flavour: Annotated[
         FlavourName,
         choice(

@@ -7,12 +7,14 @@ from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import CustomOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.experts_op import ExpertsOp
+from trt_kvcache.ops.packed_linear_op import PackedLinearOp
 
 #: The operations of this package.
 BUILT_IN_OPERATIONS: Mapping[str, Callable[..., CustomOp]] = {
     AttentionOp.name: AttentionOp,
     EmbeddingOp.name: EmbeddingOp,
     ExpertsOp.name: ExpertsOp,
+    PackedLinearOp.name: PackedLinearOp,
 }
 
 #: Everything that was registered in this process, the operations of this package included.

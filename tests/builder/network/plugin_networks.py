@@ -49,6 +49,7 @@ def define_with_plugin_layers(
     window=None,
     v_outputs=False,
     draft_tree=None,
+    packed_kernels=False,
 ):
     """Define the network of a model with TensorRT for RTX, or for a stand-in of full TensorRT; ``window`` for all its layers."""
     given = {**SIZES, "dtype": dtype, "attention": "plugin", "max_logits_per_slot": logits, "operations": operations}
@@ -57,7 +58,8 @@ def define_with_plugin_layers(
         if window is not None:
             layers = [replace(layer, mixer=replace(layer.mixer, window=window)) for layer in checkpoint.config.layers]
             checkpoint.config = replace(checkpoint.config, layers=tuple(layers))
-        options = replace(resolved(checkpoint.config, **given), v_outputs=v_outputs, draft_tree=draft_tree)
+        own = {"v_outputs": v_outputs, "draft_tree": draft_tree, "packed_kernels": packed_kernels}
+        options = replace(resolved(checkpoint.config, **given), **own)
         definition = define_decoder(checkpoint, options, options.cache_for(checkpoint.config, quantized), tensorrt, messages)
         config = make_config(definition, options, rtx, messages)
     assert config.get_preview_feature(rtx.module.PreviewFeature.ALIASED_PLUGIN_IO_10_03)

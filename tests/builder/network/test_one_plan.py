@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.helpers.assertions import raises
 from tests.helpers.models import model_of, write_model
+from tests.helpers.quantized_models import AWQ_CONFIG, awq, write_quantized
 from tests.reference import rig
 from tests.reference.rig import golden
 from tests.sweeps import one_of_each_family, some
@@ -17,6 +19,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.quantized_kv import QuantizedKV
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import RoutedMlpConfig
 from trt_kvcache.ops import attention_attributes, registry
 from trt_kvcache.ops.attention_op import AttentionOp
@@ -193,6 +196,39 @@ def test_experts_build_into_plugin_layers(rtx, monkeypatch, tmp_path, quantize, 
     assert stored == {"router": "float32"} | (dict.fromkeys(("up", "down"), "float16") if kind is None else packed)
     plan = build(network)
     assert (b"CustomOperation" in plan, b"experts" in plan, b"KVCacheAttention" in plan) == (True, True, True)
+
+
+def awq_model(folder):
+    """Return a model whose matrices have zero points, in groups that the kernels know."""
+    source = write_model(folder / "dense", hidden_size=64, head_dim=64, intermediate_size=96, num_hidden_layers=2)
+    config = {**AWQ_CONFIG, "group_size": 32, "modules_to_not_convert": []}
+    write_quantized(folder / "model", str(source), awq(group_size=32), config)
+    return folder / "model"
+
+
+class TestPackedKernels:
+    def test_they_compute_what_the_layers_of_tensorrt_do(self, rtx, tmp_path):
+        """With no product of offsets; in steps of up to 33 tokens, which are launched in parts."""
+        model, found = awq_model(tmp_path), {}
+        random = np.random.default_rng(1)
+        tokens, padding = (random.integers(0, 37, (MAX_BATCH_SIZE, width)) for width in (24, MAX_PREFILL_LENGTH))
+        for packed_kernels in (False, True):
+            network = define_with_plugin_layers(rtx, model, packed_kernels=packed_kernels)
+            found[packed_kernels] = run(OnePlan(network), tokens, padding)
+            operations = [one.plugin.fields.operation for one in network.plugins if one.plugin.plugin_name == "CustomOperation"]
+            assert operations == ["packed_linear"] * (2 * 7 if packed_kernels else 0)
+            of_layers = [name for name in network.constants if name.startswith("model.layers")]
+            assert any(name.endswith(".offsets") for name in of_layers) is not packed_kernels
+        for step, expected in zip(found[True], found[False], strict=True):
+            assert_near(step, expected, 0.01)
+
+    def test_they_build(self, rtx, tmp_path):
+        plan = build(define_with_plugin_layers(rtx, awq_model(tmp_path), packed_kernels=True, dtype="bfloat16"))
+        assert (b"packed_linear" in plan, b"KVCacheAttention" in plan) == (True, True)
+
+    def test_a_model_without_packed_weights_is_refused(self, rtx):
+        with raises(ConfigError, "packed_kernels", "packed weights in a format of the kernels", "none"):
+            define_with_plugin_layers(rtx, "llama-linear", packed_kernels=True)
 
 
 def test_attention_with_sinks_builds_into_our_operation(rtx):

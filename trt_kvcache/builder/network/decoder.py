@@ -61,8 +61,10 @@ def add_decoder(
     attention, max_sequence_length = options.attention, cache.max_sequence_length
     operations = options.operations or {}
     # first, into an empty network
-    has_layers, trees = attention == "plugin", options.tree_tensors(model)[:1]
-    plugin_layers = decoder_plugin_layers(graph, weights, model, names, cache, operations, trees) if has_layers else None
+    plugin_layers = None
+    if attention == "plugin":
+        kernels, trees = options.packed_kernels, options.tree_tensors(model)[:1]
+        plugin_layers = decoder_plugin_layers(graph, weights, model, names, cache, operations, trees, packed_kernels=kernels)
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
     last_token_ids = _last_token_ids(graph, model, names, options)

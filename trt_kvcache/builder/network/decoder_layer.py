@@ -21,7 +21,7 @@ from trt_kvcache.model.recurrent_config import Mamba2Config, RecurrentConfig, Sh
 def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, index: int, mixer_input: Any = None) -> Any:
     """Apply one decoder layer to the hidden state ``[B, s, hidden]``. ``mixer_input``: in place of the norm of it."""
     module, layer = f"model.layers.{index}", context.model.layers[index]
-    own = LayerWeights(weights, context.model, index, context.updates)
+    own = LayerWeights(weights, context.model, index, context.updates, context.plugin_layers)
     normed, network = None, graph.network
     if layer.mixer is not None:
         normed = optional_norm(graph, x, own, "input_norm", layer.input_norm) if mixer_input is None else mixer_input

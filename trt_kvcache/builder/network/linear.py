@@ -10,7 +10,9 @@ from trt_kvcache.builder.network.weights import LayerWeights
 def linear(graph: Graph, x: Any, weights: LayerWeights, role: str, *, bias: bool) -> Any:
     """Apply a linear layer of a role, such as ``"up"``, to ``[B, s, in]``."""
     module = weights.module(role)
-    y = projection(graph, module, x, weights.matrix(f"{role}.weight"))
+    y = None if weights.products is None else weights.products.added(graph, weights.layer, role, x)
+    if y is None:
+        y = projection(graph, module, x, weights.matrix(f"{role}.weight"))
     if weights.updates is not None:
         y = weights.updates.added(graph, module, x, y, layer=weights.layer, role=role)
     if not bias:

@@ -6,6 +6,7 @@ from typing import Any
 
 from trt_kvcache.builder.network.expert_weights import ExpertWeights
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.packed_products import PackedProduct, packed_products
 from trt_kvcache.builder.network.plugin_layers import PluginLayers, plugin_layers
 from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
@@ -21,6 +22,7 @@ from trt_kvcache.ops.custom_op import CustomOp, TensorType
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.experts_op import ExpertsOp
 from trt_kvcache.ops.int32_packing import packed_as_int32
+from trt_kvcache.ops.packed_linear_op import PackedLinearOp
 from trt_kvcache.trt.plugin.operation_fields import OPERATION_FIELD_TYPES, OperationFields
 from trt_kvcache.trt.plugin.operation_plugin import OPERATION_PLUGIN_NAME, OPERATION_PLUGIN_VERSION, as_plugin_input
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, plugin_version
@@ -44,6 +46,16 @@ class DecoderPluginLayers:
     embedding: PluginNode | None  # a registered operation in place of TensorRT's lookup
     experts: Mapping[int, tuple[PluginNode, ExpertWeights]]  # by index of the layer
     layers: PluginLayers
+    products: Mapping[tuple[int, str], tuple[PluginNode, PackedProduct]]  # by index of the layer and role of the matrix
+
+    def added(self, graph: Graph, layer: int, role: str, x: Any) -> Any:
+        """See ``PluginProducts``."""
+        found = self.products.get((layer, role))
+        if found is None:
+            return None
+        node, product = found
+        constants = [graph.constant(f"{node.name}.{name}", array) for name, array in product.matrix.arrays.items()]
+        return graph.result(self.layers.add(node, [x, *constants]))
 
 
 def decoder_plugin_layers(
@@ -54,6 +66,8 @@ def decoder_plugin_layers(
     cache: DecoderCacheConfig,
     operations: Mapping[str, str],
     trees: Sequence[TensorSpec] = (),
+    *,
+    packed_kernels: bool,
 ) -> DecoderPluginLayers | None:
     """Prepare an empty network for the plugin layers of a decoder; None for a decoder without any.
 
@@ -72,11 +86,21 @@ def decoder_plugin_layers(
         for layer, config in enumerate(model.layers)
         if isinstance(config.mlp, RoutedMlpConfig)
     }
-    nodes = [node.layer for node in attention.values()] + [node for node, _ in experts.values()]
+    layers = range(model.num_layers if packed_kernels else 0)
+    products = {
+        (layer, role): (_product_node(layer, role, product, graph.dtype, operations), product)
+        for layer in layers
+        for role, product in packed_products(LayerWeights(weights, model, layer), graph.dtype).items()
+    }
+    if packed_kernels and not products:
+        raise ConfigError("packed_kernels: expected packed weights in a format of the kernels, got none. Leave it out, or give quantize.")
+    nodes = [node.layer for node in attention.values()] + [node for node, _ in (*experts.values(), *products.values())]
     nodes += [] if embedding is None else [embedding]
     if not nodes:
         return None
-    return DecoderPluginLayers(attention=attention, embedding=embedding, experts=experts, layers=plugin_layers(graph, nodes))
+    return DecoderPluginLayers(
+        attention=attention, embedding=embedding, experts=experts, layers=plugin_layers(graph, nodes), products=products
+    )
 
 
 def _experts_node(
@@ -87,6 +111,14 @@ def _experts_node(
     inputs = tuple(stored.input_types(model.hidden_size, dtype).values())
     registered = operations.get(ExpertsOp.name, ExpertsOp.name)
     return _operation_node(f"model.layers.{layer}.mlp/experts", stored.op, registered, inputs, stored.op.attributes), stored
+
+
+def _product_node(layer: int, role: str, product: PackedProduct, dtype: str, operations: Mapping[str, str]) -> PluginNode:
+    """Return the plugin layer of a product with a packed matrix."""
+    inputs = tuple(product.op.input_types(product.inputs, dtype).values())
+    name = f"model.layers.{layer}.{role}/packed_linear"
+    registered = operations.get(PackedLinearOp.name, PackedLinearOp.name)
+    return _operation_node(name, product.op, registered, inputs, product.op.attributes)
 
 
 def _attention_node(

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trt_kvcache.builder.network.adapter_updates import AdapterUpdates
+from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.packed_weight import PackedWeight
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
@@ -50,6 +51,30 @@ class TensorSource(Protocol):
         ----------
         name : str
             Its Hugging Face name.
+        """
+
+
+class PluginProducts(Protocol):
+    """Products with matrices of linear layers in plugin layers."""
+
+    def added(self, graph: Graph, layer: int, role: str, x: Any) -> Any:
+        """Add a product.
+
+        Parameters
+        ----------
+        graph : Graph
+            The network.
+        layer : int
+            Index of the layer.
+        role : str
+            Of the matrix, such as ``"up"``.
+        x : ITensor [B, s, in]
+            The rows.
+
+        Returns
+        -------
+        ITensor [B, s, out] or None
+            None for a matrix that has no plugin layer.
         """
 
 
@@ -113,8 +138,15 @@ class Weights:
 class LayerWeights:
     """Weights of one layer by role, such as ``"q.weight"``, also where they are parts of a fused tensor, and updates of adapters."""
 
-    def __init__(self, weights: Weights, model: ModelConfig, layer: int, updates: AdapterUpdates | None = None) -> None:
-        self.layer, self.updates = layer, updates
+    def __init__(
+        self,
+        weights: Weights,
+        model: ModelConfig,
+        layer: int,
+        updates: AdapterUpdates | None = None,
+        products: PluginProducts | None = None,
+    ) -> None:
+        self.layer, self.updates, self.products = layer, updates, products
         self._weights = weights
         self._parts = layer_parts(model, layer)
         self._prefix = f"model.layers.{layer}"
@@ -127,6 +159,10 @@ class LayerWeights:
     def exact(self, role: str) -> np.ndarray[Any, Any]:
         """Return a weight of a router, or attention sinks, in float32. Each is a tensor of its own."""
         return self._weights.exact(self._parts[role].tensor)
+
+    def has(self, role: str) -> bool:
+        """Return True if the layer has a weight of a role."""
+        return role in self._parts
 
     def quantized(self, role: str) -> QuantizedWeight | None:
         """Return the matrix of a role as it is stored, or None if it is not quantized."""
