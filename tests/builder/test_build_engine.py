@@ -524,7 +524,10 @@ def test_plugin_attention_is_built_into_one_plan(tmp_path, options):
     ("options", "message"),
     [
         ({"plugin_layers": "cut"}, "plugin_layers: expected one of one-plan, segments, got 'cut'."),
-        ({"operations": {"softmax": "attention"}}, "operations: expected one of attention, embedding, got 'softmax'."),
+        (
+            {"operations": {"softmax": "attention"}},
+            "operations: expected one of attention, embedding, experts, packed_linear, got 'softmax'.",
+        ),
         ({"operations": {"attention": "unknown"}}, "operations['attention']: expected one of attention, embedding"),
         (
             {"operations": {"attention": "embedding"}, "attention": "native"},
