@@ -26,10 +26,11 @@ _CACHE, _SCALES = 3, 5
 class AttentionOp:
     """Apply RoPE to q and k, append k and v to the cache, and compute causal attention (implements ``CustomOp``).
 
-    All s new tokens of a slot are appended, padding included. NumPy computes any head dimension and dtype. With ``sinks=1`` the last input
-    is attention sinks float32 ``[num_heads]``. With ``trees=1`` new tokens may be trees of drafts; their ancestors follow the lengths,
-    int32 ``[slots, 64, 2]``.
+    All s new tokens of a slot are appended, padding included. NumPy computes any head dimension and dtype.
     """
+
+    # With sinks=1 the last input is attention sinks, float32 [num_heads]. With trees=1 new tokens may be trees of draft tokens, whose
+    # ancestors, int32 [slots, 64, 2], follow the lengths.
 
     name = "attention"
 
