@@ -312,7 +312,10 @@ def choose_attention(named: str, build: AttentionBuild) -> AttentionChoice:
     if not possible and build.kv_dtype is not None:
         raise ConfigError(f"{obstacles['plugin']}. kv_dtype={build.kv_dtype} chose plugin attention: {rule.reason}.")
     if not possible:
-        raise ConfigError(f"attention: expected a variant that {build.target.tensorrt} can build for this model, got none: {refused}.")
+        way_out = ' engine="torch" and engine="numpy" run it.' if build.routed_mlps else ""
+        raise ConfigError(
+            f"attention: expected a variant that {build.target.tensorrt} can build for this model, got none: {refused}.{way_out}"
+        )
     variant = possible[0]
     first = rule.order[0]
     reason = rule.reason if variant == first else f"{first} is not possible ({obstacles[first]})"
