@@ -40,7 +40,7 @@ def test_an_engine_with_its_weights_runs_as_the_folder_does(tmp_path: Path, name
 def test_an_estimate_counts_no_tower(tmp_path: Path, name: str) -> None:
     text = write_text_decoder(tmp_path / "text", name)
     if "moe" in name:
-        with pytest.raises(ConfigError, match="head_dim: expected one of 64"):  # experts need plugin attention
+        with pytest.raises(ConfigError, match="head_dim: expected one of 64"):  # experts need plugin layers
             estimate_build(VISION / name, **SIZES)
         return
     assert estimate_build(VISION / name, **SIZES) == estimate_build(text, **SIZES)

@@ -325,7 +325,10 @@ def choose_attention(named: str, build: AttentionBuild) -> AttentionChoice:
     if not possible and chosen_by is not None:
         raise ConfigError(f"{obstacles['plugin']}. {chosen_by} chose plugin attention: {rule.reason}.")
     if not possible:
-        raise ConfigError(f"attention: expected a variant that {build.target.tensorrt} can build for this model, got none: {refused}.")
+        way_out = ' engine="torch" and engine="numpy" run it.' if build.routed_mlps else ""
+        raise ConfigError(
+            f"attention: expected a variant that {build.target.tensorrt} can build for this model, got none: {refused}.{way_out}"
+        )
     variant = possible[0]
     first = rule.order[0]
     reason = rule.reason if variant == first else f"{first} is not possible ({obstacles[first]})"
