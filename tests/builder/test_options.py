@@ -142,6 +142,8 @@ def test_the_options_of_the_build_of_a_draft_head() -> None:
     assert (head.dtype, head.attention, head.quantize, head.hidden_layers) == ("bfloat16", "native", "int8", "final_norm")
     assert (head.draft_head, head.kv_dtype, head.adapters_rank, head.adapter_inputs, head.embed_weights) == (None,) * 4 + (False,)
     assert resolve(wide, attention="mask").of_draft_head(wide).attention == "mask"
+    trees = resolve(wide, draft_head="mtp", draft_tree=5, attention="plugin").of_draft_head(wide)
+    assert (trees.draft_tree, trees.max_logits_per_slot, trees.attention) == (5, 5, "plugin")
 
 
 def test_rows_are_refused_where_a_model_needs_more_for_them() -> None:

@@ -44,7 +44,7 @@ from trt_kvcache.trt.plugin.versions import check_plugins
 HEAD_DIM_STEP, HEAD_DIM_MIN = 8, 16
 
 #: Options of a build that its draft head does not have. ``v_outputs`` are those of the model.
-_NOT_OF_HEADS = ("draft_head", "adapter", "adapters_rank", "adapters_modules", "kv_dtype", "kv_scales", "v_outputs", "draft_tree")
+_NOT_OF_HEADS = ("draft_head", "adapter", "adapters_rank", "adapters_modules", "kv_dtype", "kv_scales", "v_outputs")
 
 #: Releases of full TensorRT that may corrupt the V that goes into a plugin layer: from the first, before the second.
 CORRUPT_V = ((10, 13), (10, 15))
