@@ -76,9 +76,9 @@ def test_scale_and_softcap_arrive_as_float32(rtx: TensorRT, monkeypatch: pytest.
     made: list[AttentionAttributes] = []
     read = AttentionAttributes.from_plugin_fields
 
-    def note(fields: Any, *, quantized: bool = False) -> AttentionAttributes:
+    def note(fields: Any, **kind: bool) -> AttentionAttributes:
         kinds.append({field.type.name for field in fields if field.name in ("scale", "softcap")})
-        made.append(read(fields, quantized=quantized))
+        made.append(read(fields, **kind))
         return made[-1]
 
     monkeypatch.setattr(AttentionAttributes, "from_plugin_fields", note)
