@@ -42,7 +42,7 @@ class Part:
 class StoredWeights:
     """Weights by name, as ``Weights`` gives them, or ``LayerWeights``."""
 
-    updates = None
+    updates = products = None
 
     def __init__(self, **weights: Array) -> None:
         self._weights = {name.replace("__", "."): array for name, array in weights.items()}
