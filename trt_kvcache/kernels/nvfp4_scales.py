@@ -1,4 +1,4 @@
-"""Scales of NVFP4: e4m3 times the factor of a matrix, a sum of two float32."""
+"""Scales of NVFP4: e4m3 times the factor of a matrix; the factor is a sum of two float32."""
 
 from __future__ import annotations
 

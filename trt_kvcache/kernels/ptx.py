@@ -1,4 +1,4 @@
-"""CUDA sources to PTX, by NVRTC: for a driver to compile on GPUs without machine code. Needs no GPU and no driver."""
+"""CUDA sources to PTX, by NVRTC, which a driver compiles for GPUs that have no cubin. Making it needs no GPU and no driver."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Input of an assistant: a hidden state of the model of which it is the assistant, the embedding of a token, and K and V of the model.
 
-With ``e`` for the embedding of the model of the next token, times its factor, and ``h`` for the output of the final norm of the model, or
-in a draft for the state that the assistant has returned::
+With ``e`` for the row of the next token in the embedding of the model, times its factor, and ``h`` for the output of the final norm of the
+model, within a draft for the last state of the assistant::
 
     x = pre_projection(concatenate(e, h))
     x = norm(layers(x))                       # attention to K and V in the cache of the model, which has nothing of ``e`` yet

@@ -9,7 +9,7 @@ A layer without a mixer, or without an MLP, has only the other line. In a parall
 
     x = x + m * n_mixer_output(mixer(n_input(x))) + m * n_mlp_output(mlp(n_input(x)))
 
-A layer may have a second mixer with the same input. In such a layer the second mixer has a factor of its own (``p``), and so has the MLP,
+A layer may have a second mixer with the same input. In such a layer the second mixer has a factor ``p`` of its own, and the MLP a third one
 in place of the ``m`` in its line::
 
     x = x + p * parallel_mixer(n_input(x)) + m * n_mixer_output(mixer(n_input(x)))

@@ -4,8 +4,8 @@ With ``chosen`` for the experts of a token and ``w`` for their weights, a routed
 
     sum(w[e] * expert[e](x) for e in chosen) + sigmoid(shared_gate(x)) * shared(x)
 
-The second term is there with a shared expert only, and its sigmoid only with a gate. Latent experts take a projection of ``x`` to another
-width in its place, and their sum is projected back. With ``branch_norm``, whose norms are ``n``, only the router has ``x`` itself::
+The second term exists only if there is a shared expert, its sigmoid only if that has a gate. Latent experts take a projection of ``x`` to
+another width in its place, and their sum is projected back. With ``branch_norm``, whose norms are ``n``, only the router has ``x`` itself::
 
     n_experts_output(sum(w[e] * expert[e](n_experts(x)) for e in chosen)) + n_shared_output(shared(n_shared(x)))
 """

@@ -1,8 +1,8 @@
 """The stages of an engine in segments: TensorRT engines, and the custom operations between them.
 
-With ``plugin_layers="segments"`` a network is cut at each operation that TensorRT has no layer for. The network between two cuts is a
-segment, which is built as a separate TensorRT engine. Segments and operations are the stages of the engine; they run one after another on
-one stream, and are connected by the names of their tensors, as the nodes of an ONNX graph are.
+With ``plugin_layers="segments"`` a network is cut at each attention over the combined cache, and at each registered operation. The network
+between two cuts is a segment, which is built as a separate TensorRT engine. Segments and operations are the stages of the engine; they run
+one after another on one stream, and are connected by the names of their tensors, as the nodes of an ONNX graph are.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,14 +1,14 @@
 """``plan_chunks``: cut prompts of different lengths into enqueues. A pure function over lengths.
 
-A cache update of padded width ``c`` writes ``c`` rows for every slot of the enqueue, so ``length + c <= S`` must hold for all of
+TensorRT's KVCacheUpdate of padded width ``c`` writes ``c`` rows for every slot of the enqueue, so ``length + c <= S`` must hold for all of
 them. The rows after a slot's own new tokens are padding; they are overwritten before they become live.
 
 Engines that compile, tune or capture each shape get few widths: buckets. A long prompt runs in several chunks whose widths are buckets, all
 filled but the last. The last chunk is padded if at most one row in eight is padding then, since each further enqueue reads all weights
 again; a longer rest is cut again. A prompt of fewer than 64 tokens is one padded chunk. If other requests decode in the same step, chunks
 are shorter. If the engine has ``coarse_width_buckets``, these shorter chunks have only those widths, and the last one is padded even if
-more than one row in eight is padding then. The number of slots has no buckets: a step would write into rows and states of slots that are
-not active, where a ``SequenceCacheManager`` keeps sequences that wait. B bounds it anyway.
+more than one row in eight is padding then. The number of slots has no buckets: slots that pad a bucket would be written to, where a
+``SequenceCacheManager`` keeps sequences that wait. B bounds it anyway.
 """
 
 import itertools

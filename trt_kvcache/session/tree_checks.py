@@ -1,4 +1,4 @@
-"""Checks of trees of tokens and of paths in them, which callers give to ``verify`` and ``accept``. Indices count in a row."""
+"""Checks of trees of tokens and of paths in them, which callers give to ``verify`` and ``accept``. Indices are within a row."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """``WIDTH_BUCKETS``: the widths of the enqueues of TensorRT engines, so that a new prompt length is no new shape.
 
-TensorRT for RTX compiles kernels for each shape, so there are few widths. Up to 100 to 300 rows, by its operations and bytes, an enqueue
+TensorRT for RTX compiles kernels for each shape, so there are few widths. By operations and bytes, an enqueue of up to 100 to 300 rows
 takes about the time to read the weights. So the widths from 64 to 512 are at most an eighth apart: with powers of two alone, and padding of
 at most one row in eight, a prompt of 65 to 256 tokens would run as two or three enqueues, in up to twice the time. This is an estimate; no
-engine has run on a GPU.
+TensorRT engine has run on a GPU.
 """
 
 from trt_kvcache.engine.close_widths import eighths

@@ -1,4 +1,4 @@
-"""Rows in place of rows of the embedding: an input of the network, of which tokens with ids past the vocabulary take theirs."""
+"""Rows in place of rows of the embedding: an input of the network, from which tokens with ids past the vocabulary take rows."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 """``WorkerPool``: mask jobs of guided requests, and the worker processes that run them.
 
 Short jobs share a worker. If one turns out to be long, the others move to another worker, which compiles their grammars again and consumes
-their tokens: masks do not depend on the worker. So a worker that ends fails only the request whose job it ran. If the job was not the
-cause, for example because another program killed the worker, the job is tried again. The first worker starts with the first job; one is
-kept, the others end when they have no work.
+their tokens: masks do not depend on the worker. So when a worker ends, only the request whose job it ran fails, and only if that job was
+the cause; otherwise, for example because another program killed the worker, the job is tried again. The first worker starts with the first
+job; one is kept, the others end when they have no work.
 """
 
 from __future__ import annotations
