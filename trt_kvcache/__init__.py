@@ -1,7 +1,7 @@
 """The KV cache layer for TensorRT, in Python.
 
-Each name is imported when it is first used, so importing the package takes milliseconds. The cache needs NumPy and ml_dtypes
-only; CUDA, TensorRT, Polygraphy and Hugging Face folders come with the names that need them.
+Each name is imported when it is first used, so importing the package takes milliseconds. The cache imports NumPy and ml_dtypes
+only; names that need CUDA, TensorRT, Polygraphy or the libraries of Hugging Face import them.
 """
 
 from __future__ import annotations

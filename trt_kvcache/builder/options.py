@@ -1,4 +1,4 @@
-"""``BuildOptions``: the options of a build. The one place where they are listed, explained and checked."""
+"""``BuildOptions``: the options of a build. The one place where they are listed and explained, and checked by themselves."""
 
 from __future__ import annotations
 

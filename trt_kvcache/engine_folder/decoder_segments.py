@@ -1,6 +1,6 @@
 """``decoder_stages``: a decoder cut into segments and operations, for builder, engine folder, runtime and inspection.
 
-A segment ends where a layer needs its attention; the last one ends in the logits. Layers with states are within segments.
+A segment ends at an attention or a registered operation; the last one ends in the logits. Layers with states are within segments.
 """
 
 from itertools import accumulate

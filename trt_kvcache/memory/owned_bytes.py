@@ -1,4 +1,4 @@
-"""``OwnedBytes``: an allocation that counts its bytes and frees them when it is closed; host and GPU allocations derive from it."""
+"""``OwnedBytes``: an allocation that counts its bytes, and gives up its reference to them when it is closed."""
 
 from typing import Generic, Protocol, TypeVar
 

@@ -1,4 +1,4 @@
-"""The tensors of a captured slot: allocated together, and checked when they are restored."""
+"""The tensors of a saved slot: allocated together, and checked when they are restored."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""Custom operations that run between the segments of a TensorRT engine, and the stages of such an engine."""
+"""Custom operations, in plugin layers or between segments, and the stages of an engine in segments."""

@@ -5,7 +5,7 @@ them. The rows after a slot's own new tokens are padding; they are overwritten b
 
 Engines that compile, tune or capture each shape get few widths: buckets. A long prompt runs in several chunks whose widths are buckets, all
 filled but the last. The last chunk is padded if at most one row in eight is padding then, since each further enqueue reads all weights
-again; a longer rest is cut again. A prompt of fewer than 64 tokens is one padded chunk. If other requests decode in the same step, chunks
+again; otherwise it is cut again. A prompt of fewer than 64 tokens is one padded chunk. If other requests decode in the same step, chunks
 are shorter. If the engine has ``coarse_width_buckets``, these shorter chunks have only those widths, and the last one is padded even if
 more than one row in eight is padding then. The number of slots has no buckets: slots that pad a bucket would be written to, where a
 ``SequenceCacheManager`` keeps sequences that wait. B bounds it anyway.

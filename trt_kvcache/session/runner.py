@@ -1,7 +1,7 @@
 """``Runner``: device work on one stream, and the host's record of the slots of the cache.
 
 Work on the device comes first, :meth:`Runner.apply` last. So the host needs no record of what a failed step has changed on the
-device: the cache returns to the lengths of the current slots, and rows past a length have no effect.
+device: the cache returns to the lengths of the current slots, and finite rows past a length have no effect.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Check E: TensorRT's IAttention alone attends to the live rows of each slot, as NumPy does."""
+"""Check E: a lone IAttention layer of TensorRT attends to the live rows of each slot, as NumPy does."""
 
 from __future__ import annotations
 

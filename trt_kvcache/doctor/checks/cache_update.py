@@ -1,4 +1,4 @@
-"""Check D: TensorRT's KVCacheUpdate alone writes the rows it should, in place, and nothing else."""
+"""Check D: a lone KVCacheUpdate layer of TensorRT writes the rows it should, in place, and no others."""
 
 from __future__ import annotations
 
