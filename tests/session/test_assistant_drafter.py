@@ -351,7 +351,7 @@ def test_a_model_without_such_layers_is_refused(opens: Open, tmp_path: Path, ass
 def test_trees_and_other_engines_are_refused(opens: Open, tmp_path: Path, folder: Path, assistant: Path) -> None:
     with pytest.raises(ConfigError, match=r"draft_tree: expected none with the assistant .*, which proposes chains, got 4"):
         opens(assistant, draft_tree=4)
-    with pytest.raises(ConfigError, match="draft: expected no head with engine='tensorrt', got "):
+    with pytest.raises(ConfigError, match="draft: expected no assistant with engine='tensorrt', got "):
         opens(assistant, engine="tensorrt")
     path = make_engine_folder(folder, tmp_path / "engine")
     with pytest.raises(ConfigError, match="draft: expected a model folder for an assistant, got the engine folder"):
