@@ -101,8 +101,10 @@ void Block::look_again() {
 void Block::finish() {
     acquire(&end_order_);
     shared_.clear();
-    // ThreadSanitizer has room for 8128 threads, and each kernel that was built alone has threads of its own.
-    if (__tsan_destroy_fiber) threads_.clear();
+    // ThreadSanitizer has room for 8128 threads, and each kernel that was built alone has threads of its own. New threads
+    // take most of the time of short kernels, so a process of few kernels may keep them.
+    static const bool keeps_threads = std::getenv("SIMT_KEEP_THREADS");
+    if (__tsan_destroy_fiber && !keeps_threads) threads_.clear();
 }
 
 void Block::thread_body(void* argument) {
