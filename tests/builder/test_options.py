@@ -134,7 +134,7 @@ def test_a_build_with_a_draft_head_can_verify_drafts() -> None:
 
 
 def test_the_options_of_the_build_of_a_draft_head() -> None:
-    """Its sizes are those of the model as far as it has positions, and its attention is chosen anew."""
+    """Lengths are limited by the positions of the head, and its attention variant is chosen again."""
     wide = with_mixer(MODEL, head_dim=64)
     asked = {"draft_head": "mtp", "kv_dtype": "int8", "adapters_rank": 8, "embed_weights": True, "quantize": "int8", "max_batch_size": 3}
     head = resolve(wide, **asked, max_logits_per_slot=5, dtype="bfloat16").of_draft_head(replace(wide, max_position_embeddings=6))

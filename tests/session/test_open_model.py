@@ -8,11 +8,13 @@ import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
+from tests.helpers import eagle3
 from tests.helpers.adapters import Q_PROJ, SHAPES, write_adapter
 from tests.helpers.assertions import raises
 from tests.helpers.engine_files import make_engine_folder
@@ -29,7 +31,7 @@ from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, BuildError, CapacityError, CheckpointError, ConfigError, CudaError, EngineError, KVCacheError
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import ReferenceEngine
-from trt_kvcache.session import open_model as opening
+from trt_kvcache.session import model_location, open_model as opening
 from trt_kvcache.session.open_model import EngineFallbackWarning
 from trt_kvcache.session.session_options import SessionOptions
 from trt_kvcache.session.session_source import SessionSource
@@ -646,3 +648,19 @@ def test_an_engine_in_segments_is_opened_by_the_segmented_engine(gpu, monkeypatc
     with InferenceSession.open(path, engine="reference") as one, of_model(model, **SIZES, attention="plugin") as other:
         assert one.cache.kv_config == other.cache.kv_config
         np.testing.assert_array_equal(one.prefill([[3, 4, 5], [6]]), other.prefill([[3, 4, 5], [6]]))
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle3"])
+def test_a_draft_of_the_hub_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Each look-up asks the Hub over the network."""
+    model = eagle3.write_model(tmp_path / "model")
+    draft = model if kind == "model" else eagle3.write_head(tmp_path / "head", model)
+    asked: list[str] = []
+
+    def download(hub_id: str, *_: Any) -> Path:
+        asked.append(hub_id)
+        return draft
+
+    monkeypatch.setattr(model_location, "_download", download)
+    with InferenceSession.from_model(model, engine="numpy", draft="maker/small"):
+        assert asked == ["maker/small"]

@@ -185,7 +185,7 @@ def _has_experts(variant: AttentionName) -> Obstacle:
 def _has_sinks(variant: AttentionName) -> Obstacle:
     def find(build: AttentionBuild) -> str | None:
         found = any(mixer.sinks for mixer in build.model.attention_layers)
-        return f"attention sinks: only plugin attention has them, got {variant}" if found else None
+        return f"attention sinks: expected plugin attention, got {variant}" if found else None
 
     return Obstacle(variant=variant, condition="attention sinks, which only kernels of this package have", find=find)
 

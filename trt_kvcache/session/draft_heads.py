@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from trt_kvcache.builder.options import MTP
@@ -13,7 +14,13 @@ from trt_kvcache.engine_folder.folder import DRAFT_HEAD_FOLDER, EngineFolder, is
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.session.model_location import locate_model
-from trt_kvcache.session.session_options import NGRAM
+from trt_kvcache.session.session_options import NGRAM, SessionOptions
+
+
+def with_located_draft(options: SessionOptions) -> SessionOptions:
+    """Return options whose ``draft`` is a folder in place of an id of the Hub, which is looked up and downloaded here, once."""
+    draft = options.draft
+    return options if draft in (None, NGRAM, MTP) else replace(options, draft=str(locate_model(draft)))
 
 
 def draft_head_folder(draft: str | None) -> Path | None:

@@ -42,6 +42,7 @@ from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.decode_steps import DecodeSteps
+from trt_kvcache.session.draft_heads import with_located_draft
 from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
 from trt_kvcache.session.head_drafter import HeadDrafter
 from trt_kvcache.session.model_location import expanded
@@ -216,7 +217,7 @@ class InferenceSession(Uncopyable):
             ...
         trt_kvcache.errors.EngineError: examples/tiny-llama: expected an engine folder, but it has no engine.plan...
         """
-        chosen = SessionOptions.of(options)
+        chosen = with_located_draft(SessionOptions.of(options))
         return cls._of(with_draft(open_engine_folder(folder, chosen, progress=progress), chosen, folder, progress=progress))
 
     @classmethod
@@ -263,7 +264,7 @@ class InferenceSession(Uncopyable):
         ...     session.max_sequence_length, session.vocab_size
         (64, 320)
         """
-        chosen = SessionOptions.of(options)
+        chosen = with_located_draft(SessionOptions.of(options))
         return cls._of(with_draft(open_model(folder, chosen, progress=progress), chosen, folder, progress=progress))
 
     @classmethod

@@ -25,7 +25,7 @@ def field_text(field: Any) -> str:
 
 
 def _stored(field: Any, length: int) -> bytes:
-    """Return the bytes of a field as C++ has them: a Python object of the bindings begins with its header and a pointer to that."""
+    """Return the bytes of the C++ field. After the object header, a pybind11 object has a pointer to its C++ object."""
     address = ctypes.c_void_p.from_address(id(field) + object.__basicsize__).value
     stored = None if address is None else _PluginField.from_address(address)
     if stored is None or (stored.type, stored.length) != (int(field.type), length):
