@@ -166,9 +166,9 @@ COLUMN_TESTS = "test_column_order_kernels.py"
 PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed_stream.cuh", "linear/packed_values.cuh"
 NVFP4_TESTS = f"{PACKED_TESTS}::test_every_value_of_nvfp4_bit_for_bit"
 SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_block_values.cuh"
-EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/experts.cu"
+EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/dense_expert_weights.cuh"
 ROUTER_TESTS, ROUTER = "test_router_kernels.py", "router.cu"
-PACKED_EXPERT_TESTS, PACKED_EXPERTS = "test_packed_expert_kernels.py", "linear/packed_experts.cu"
+PACKED_EXPERT_TESTS, PACKED_EXPERTS = "test_packed_expert_kernels.py", "linear/packed_expert_weights.cuh"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
