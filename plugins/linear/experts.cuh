@@ -16,16 +16,16 @@
 #pragma once
 
 #include "attention/cp_async.cuh"
+#include "linear/expert_epilogues.cuh"
 #include "linear/product.cuh"
 
 constexpr int kMaxPairs = 256;  // of a row and one of its choices; trt_kvcache/kernels/expert_kernels.py has it too
 static_assert(kRowTiles == 1 && kMaxPairs <= kThreads, "a thread for each pair, one tile of rows");
 
-struct ExpertParams : LinearParams {
+struct ExpertParams : ClampedParams {
     const int* chosen;            // of each row, which are different
     const float* router_weights;  // of each choice; null for products into the experts
     int choices;                  // of a row
-    float alpha, limit;           // of clamped SwiGLU
 };
 
 // The experts that some row has chosen, in shared memory.
@@ -134,22 +134,6 @@ __device__ __forceinline__ void clear(float (&sums)[kTiles][1][4]) {
         for (int i = 0; i < 4; i++) sums[tile][0][i] = 0.0f;
     }
 }
-
-// Epilogues of products with a gate.
-template <class Activation>
-struct TimesUp {
-    static __device__ __forceinline__ float of(const ExpertParams&, float gate, float up) {
-        return Activation::of(gate) * up;
-    }
-};
-struct ClampedSwiglu {
-    static __device__ __forceinline__ float of(const ExpertParams& params, float gate, float up) {
-        const float limit = params.limit;  // a NaN stays one
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
-        return gate / (1.0f + expf(-params.alpha * gate)) * (up + 1.0f);
-    }
-};
 
 // Adds the products with an expert, times the weight that the router gave it, for the rows that have chosen it.
 template <int kTiles>
@@ -275,10 +259,10 @@ __device__ __forceinline__ void expert_products(const typename Weights::Params& 
         long long choices, long long outputs, long long inputs, long long tiles, long long tile_outputs, double alpha, \
         double limit
 #define EXPERT_PARAMS \
-    {{x, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), \
-      static_cast<int>(tiles), static_cast<int>(tile_outputs), 0}, \
+    {{{x, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), \
+       static_cast<int>(tiles), static_cast<int>(tile_outputs), 0}, \
+      static_cast<float>(alpha), \
+      static_cast<float>(limit)}, \
      chosen, \
      router_weights, \
-     static_cast<int>(choices), \
-     static_cast<float>(alpha), \
-     static_cast<float>(limit)}
+     static_cast<int>(choices)}

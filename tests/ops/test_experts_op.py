@@ -205,14 +205,22 @@ def test_outputs_with_sizes_that_are_not_known_yet() -> None:
     assert found == (TensorType((-1, -1, 24), "float16"),)
 
 
-def test_the_workspace_grows_with_the_rows_and_has_inner_activations_of_one_launch() -> None:
+def test_the_workspace_grows_with_the_rows_up_to_those_that_are_sorted_at_once() -> None:
     def nbytes(batch: int, tokens: int) -> int:
         return op_of(PLAIN).workspace_nbytes([*types_of(PLAIN, batch=batch, tokens=tokens).values()])
 
-    inner = 8 * 3 * 40 * 2  # rows of a launch, choices, intermediate size, float16
-    assert [nbytes(1, 64), nbytes(4, 64)] == [
-        sum(-(-size // 256) * 256 for size in (rows * 7 * 4, rows * 3 * 4, rows * 3 * 4, inner)) for rows in (64, 256)
-    ]
+    def padded(*sizes: int) -> int:
+        return sum(-(-size // 256) * 256 for size in sizes)
+
+    def of_router(rows: int) -> int:
+        return padded(rows * 7 * 4, rows * 3 * 4, rows * 3 * 4)
+
+    def of_pairs(pairs: int) -> int:
+        return padded(pairs * 40 * 2, pairs * 4, (pairs // 64 + 7) * 16, pairs * HIDDEN * 2)  # inner, order, row tiles, products
+
+    assert nbytes(2, 4) == of_router(8) + padded(8 * 3 * 40 * 2)
+    assert [nbytes(1, 64), nbytes(4, 64)] == [of_router(rows) + of_pairs(3 * rows) for rows in (64, 256)]
+    assert nbytes(4, 1024) == of_router(4096) + of_pairs(3 * 2048)
 
 
 @pytest.mark.parametrize(

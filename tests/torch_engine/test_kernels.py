@@ -46,6 +46,7 @@ from trt_kvcache.torch_engine import (  # noqa: E402
     packed_projections,
     row_lookup,
     state_kernels,
+    tiled_experts,
 )
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
@@ -66,6 +67,7 @@ LAUNCHED = {
     kernels: ("attend", "add_rms_norm", "gated_mul", "qk_rms_norm"),
     kernel_adapted_projections: ("adapter_ranks", "adapter_outputs"),
     kernel_experts: ("expert_up", "expert_down"),
+    tiled_experts: ("sort_by_expert", "expert_tiles_up", "expert_tiles_down", "weighted_sums"),
     kernel_router: ("router_logits", "choose_experts"),
     kernel_projections: ("linear", "linear_gated_mul"),
     packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize", "gather_columns"),
@@ -552,7 +554,8 @@ def test_experts_in_mxfp4_agree_with_the_reference_engine(memory, calls, dtype):
         session, reference = packed_expert_sessions(memory, checkpoint, dtype)
     with session, reference:
         check_agreement(session, reference, TOLERANCES[dtype])
-    assert calls["expert_up"] == calls["expert_down"] == 3 * 3 + 3 * 2, "a chunk of 14 rows in two launches, and three steps"
+    assert calls["expert_tiles_up"] == calls["expert_tiles_down"] == calls["sort_by_expert"] == 3, "a chunk of 14 rows"
+    assert calls["expert_up"] == calls["expert_down"] == 3 * 3, "three steps"
     assert calls["packed_dequantize"] == 0
 
 
@@ -577,9 +580,9 @@ def test_rounded_experts_agree_with_the_reference_engine(memory, calls, name, ch
 
 
 def test_packed_experts_of_many_rows_are_dequantized_one_at_a_time(memory, calls, monkeypatch):
-    """Experts that no row has chosen are not."""
-    for module in (kernel_experts, experts_module):
-        monkeypatch.setattr(module, "MAX_FIXED_ROWS", 4)
+    """Those that the kernels for prompts do not take; experts that no row has chosen are not."""
+    monkeypatch.setattr(tiled_experts, "fits_tiles", lambda experts: False)
+    monkeypatch.setattr(experts_module, "MAX_FIXED_ROWS", 4)
     monkeypatch.setattr(packed_projections, "MAX_PACKED_ROWS", 0)
     monkeypatch.setattr(packed_projections, "WORKSPACE_WEIGHTS", 64 * 64)
     with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:

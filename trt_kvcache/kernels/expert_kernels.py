@@ -49,8 +49,8 @@ def _up_on_host(
 ) -> None:
     rows, results = array_of(x), array_of(out)
     for row, choice in np.ndindex(chosen.shape):
-        product = _product(rows[row : row + 1], weight, bias, array_of(chosen)[row, choice])
-        results[row, choice] = _results(epilogue, product)[0]
+        product = array_product(rows[row : row + 1], weight, bias, array_of(chosen)[row, choice])
+        results[row, choice] = epilogue_results(epilogue, product)[0]
 
 
 def _down_on_host(
@@ -65,13 +65,13 @@ def _down_on_host(
     rows, results = array_of(x), array_of(out)
     for row in range(len(rows)):
         products = [
-            factor * _product(rows[row, choice : choice + 1], weight, bias, array_of(chosen)[row, choice])[0]
+            factor * array_product(rows[row, choice : choice + 1], weight, bias, array_of(chosen)[row, choice])[0]
             for choice, factor in enumerate(array_of(router_weights)[row])
         ]
         results[row] = np.sum(products, axis=0)
 
 
-def _results(epilogue: Epilogue, product: Array) -> Array:
+def epilogue_results(epilogue: Epilogue, product: Array) -> Array:
     """Return the epilogue of a product ``[1, width]``."""
     if isinstance(epilogue, ClampedSwiGLU):
         gate, up = np.split(product, 2, axis=1)
@@ -85,7 +85,7 @@ def _results(epilogue: Epilogue, product: Array) -> Array:
     return squares if epilogue == "relu2" else product
 
 
-def _product(rows: Array, weight: ExpertWeights, bias: DeviceTensor | None, expert: int) -> Array:
+def array_product(rows: Array, weight: ExpertWeights, bias: DeviceTensor | None, expert: int) -> Array:
     """Return the product with an expert in float32."""
     matrix = weight.on_host(rows.dtype, expert) if isinstance(weight, PackedTensors) else array_of(weight)[expert]
     with np.errstate(invalid="ignore"):  # infinity times a weight of 0

@@ -84,6 +84,18 @@ def linear_macros(rows: int, arch: str, packed: str | None = None) -> dict[str, 
     return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads}
 
 
+#: Rows of a tile of ``linear/expert_tiles.cuh``; warps, loads of 16 bytes in flight in a thread, and stages of rows of a block.
+TILED_ROWS, TILED_WARPS, _TILED_LOADS, _TILED_STAGES = 64, 8, 16, 4
+
+#: Dynamic shared memory of such a block: stages of 64 inputs of 16 bits.
+TILED_SHARED_NBYTES = _TILED_STAGES * TILED_ROWS * FRAGMENT_INPUTS * 2
+
+
+def expert_tile_macros() -> dict[str, int]:
+    """Return the macros of the sources of ``linear/expert_tiles.cuh``."""
+    return {"ROW_TILES": TILED_ROWS // TILE_ROWS, "WARPS": TILED_WARPS, "LOADS": _TILED_LOADS, "STAGES": _TILED_STAGES}
+
+
 @lru_cache(maxsize=256)
 def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors: int, packed: str | None = None) -> LinearPlan:
     """Return the launch for a product of ``rows`` rows of x with ``outputs`` columns of ``out``, each with a gate or not.

@@ -15,7 +15,17 @@ from trt_kvcache.kernels.attention_tiles import (
     prefill_tiles,
     quantized_prefill_tiles,
 )
-from trt_kvcache.kernels.linear_tiles import EXPONENTS, NVFP4_SCALES, PACKED_TYPES, ROW_COUNTS, SUPER_BLOCK_TYPES, TILE_ROWS, linear_macros
+from trt_kvcache.kernels.linear_tiles import (
+    EXPONENTS,
+    NVFP4_SCALES,
+    PACKED_TYPES,
+    ROW_COUNTS,
+    SUPER_BLOCK_TYPES,
+    TILE_ROWS,
+    TILED_ROWS,
+    expert_tile_macros,
+    linear_macros,
+)
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: The functions that choose the macros of each attention source, by head dim and architecture.
@@ -37,6 +47,9 @@ STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "flo
 #: The sources of projections of few rows, with weights in 16 bits, with packed ones, and those in super-blocks; and for chosen experts.
 LINEAR_SOURCE, PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE = "linear", "linear_packed", "linear_super_blocks"
 EXPERT_SOURCE, PACKED_EXPERT_SOURCE = "linear_experts", "linear_packed_experts"
+
+#: The same for the rows of a prompt.
+EXPERT_TILE_SOURCE, PACKED_EXPERT_TILE_SOURCE = "linear_expert_tiles", "linear_packed_expert_tiles"
 
 #: The dtypes of scales of packed integers for each dtype of activations.
 SCALE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float16", "float32")}
@@ -65,9 +78,11 @@ def variant_names(source: str) -> list[str]:
         return [variant_name(source, dtype, rows) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS]
     if source == EXPERT_SOURCE:
         return [variant_name(source, dtype, TILE_ROWS) for dtype in ELEMENT_TYPES]
-    if source in (PACKED_LINEAR_SOURCE, PACKED_EXPERT_SOURCE):
+    if source == EXPERT_TILE_SOURCE:
+        return [variant_name(source, dtype, TILED_ROWS) for dtype in ELEMENT_TYPES]
+    if source in (PACKED_LINEAR_SOURCE, PACKED_EXPERT_SOURCE, PACKED_EXPERT_TILE_SOURCE):
         formats = [(dtype, kind, scale) for dtype in SCALE_DTYPES for kind in PACKED_TYPES for scale in scale_dtypes(dtype, kind)]
-        counts: tuple[int, ...] = (TILE_ROWS,)
+        counts: tuple[int, ...] = (TILED_ROWS if source == PACKED_EXPERT_TILE_SOURCE else TILE_ROWS,)
         if source == PACKED_LINEAR_SOURCE:  # the only one that knows NVFP4
             formats, counts = [*formats, *((dtype, "e2m1", NVFP4_SCALES) for dtype in SCALE_DTYPES)], ROW_COUNTS
         return [packed_variant_name(source, dtype, rows, kind, scale) for dtype, kind, scale in formats for rows in counts]
@@ -108,9 +123,11 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
     dtype, second, *kv_dtype = variant.split("-")  # of packed weights: quantized values and scales
     if source in RECURRENT_SOURCES:
         return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second], "CHUNK_TOKENS": str(chunk_tokens(arch))}
-    if source in (LINEAR_SOURCE, PACKED_LINEAR_SOURCE, EXPERT_SOURCE, PACKED_EXPERT_SOURCE):
+    if source in (LINEAR_SOURCE, PACKED_LINEAR_SOURCE, EXPERT_SOURCE, PACKED_EXPERT_SOURCE, EXPERT_TILE_SOURCE, PACKED_EXPERT_TILE_SOURCE):
         packed, scale = kv_dtype or (None, None)
-        macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, packed).items()}
+        is_tiled = source in (EXPERT_TILE_SOURCE, PACKED_EXPERT_TILE_SOURCE)
+        sizes = expert_tile_macros() if is_tiled else linear_macros(int(second), arch, packed)
+        macros = {macro: str(value) for macro, value in sizes.items()}
         stored = {} if packed is None or scale is None else {"STORED": PACKED_TYPES[packed], "SCALE": _SCALE_TYPES[scale]}
         return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, **macros}
     if source == SUPER_BLOCK_SOURCE:

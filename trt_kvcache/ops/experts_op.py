@@ -14,12 +14,17 @@ from typing import Any
 
 from trt_kvcache.errors import ShapeError
 from trt_kvcache.kernels.expert_kernels import MAX_EXPERT_PAIRS, MAX_EXPERT_ROWS, ExpertWeights, expert_down_kernel, expert_up_kernel
+from trt_kvcache.kernels.expert_order_kernels import ROW_TILE_WIDTH, count_row_tiles, sort_by_expert_kernel, weighted_sums_kernel
+from trt_kvcache.kernels.expert_tile_kernels import expert_tiles_down_kernel, expert_tiles_up_kernel
 from trt_kvcache.kernels.router_kernels import choose_experts_kernel, router_logits_kernel
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import TensorType
 from trt_kvcache.ops.expert_attributes import DOWN, UP, ExpertAttributes
 from trt_kvcache.ops.packed_format import PackedFormat
+
+#: Rows of a prompt whose outputs of experts are in the workspace at once.
+_MAX_TILED_ROWS = 2048
 
 #: Bytes that parts of the workspace are a multiple of.
 _ALIGNMENT = 256
@@ -39,7 +44,7 @@ class _Sizes:
 class ExpertsOp:
     """Choose experts for each token, and add up their outputs (implements :class:`~trt_kvcache.ops.custom_op.CustomOp`).
 
-    Padding is computed, too. Steps of more than 8 tokens are launched for 8 tokens at a time.
+    Padding is computed, too. A step of up to 8 tokens reads each chosen expert once, a wider one once for each 64 rows that it has.
     """
 
     name = "experts"
@@ -96,49 +101,73 @@ class ExpertsOp:
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
         """See :meth:`CustomOp.workspace_nbytes <trt_kvcache.ops.custom_op.CustomOp.workspace_nbytes>`.
 
-        Room for the router's logits, choices and weights of all rows, and for the inner activations of one launch.
+        Room for the router's logits, choices and weights of all rows; for the inner activations, and if there are more than 8 rows, for
+        their order by expert and the outputs of experts. Of these there are at most 2048 rows at a time.
         """
         sizes = self._sizes(inputs)
-        return sum(_padded(one) for one in self._scratch_types(sizes.batch * sizes.tokens, sizes.dtype))
+        return sum(_padded(one) for one in self._scratch_types(sizes))
 
-    def _scratch_types(self, rows: int, dtype: str) -> tuple[TensorType, ...]:
-        """Return logits, chosen experts, their weights, and the inner activations of one launch."""
-        of, choices = self._of, self._of.experts_per_token
+    def _scratch_types(self, sizes: _Sizes) -> tuple[TensorType, ...]:
+        """Return logits, chosen experts, their weights, inner activations, order, row tiles and products."""
+        of, choices, rows = self._of, self._of.experts_per_token, sizes.batch * sizes.tokens
+        pairs = min(rows, _MAX_TILED_ROWS) * choices
+        tiled = pairs if self._is_tiled(rows) else 0
         return (
             TensorType((rows, of.num_experts), "float32"),
             TensorType((rows, choices), "int32"),
             TensorType((rows, choices), "float32"),
-            TensorType((min(rows, self._rows_of_launch), choices, of.intermediate_size), dtype),
+            TensorType((pairs, of.intermediate_size), sizes.dtype),
+            TensorType((tiled,), "int32"),
+            TensorType((count_row_tiles(tiled, of.num_experts) if tiled else 0, ROW_TILE_WIDTH), "int32"),
+            TensorType((tiled, sizes.width), sizes.dtype),
         )
 
-    @property
-    def _rows_of_launch(self) -> int:
-        return min(MAX_EXPERT_ROWS, MAX_EXPERT_PAIRS // self._of.experts_per_token)
+    def _is_tiled(self, rows: int) -> bool:
+        return rows > min(MAX_EXPERT_ROWS, MAX_EXPERT_PAIRS // self._of.experts_per_token)
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
-        """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. Two launches, and two for each 8 rows."""
+        """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. Four launches, or six for each 2048 rows."""
         sizes = self._sizes([TensorType(one.shape, one.dtype) for one in inputs[:2]])
         count = sizes.batch * sizes.tokens
         if not count:
             return
         named = dict(zip(self._types_of(sizes), inputs, strict=True))
         router_rows, rows = (named[name].reshape(count, named[name].shape[2]) for name in ("router_rows", "rows"))
-        logits, chosen, factors, inner = _parts(workspace, self._scratch_types(count, sizes.dtype))
+        logits, chosen, factors, *scratch = _parts(workspace, self._scratch_types(sizes))
         optional = (named.get(name) for name in ("router_bias", "choice_bias", "expert_scale"))
         router_bias, choice_bias, expert_scale = optional
         router_logits_kernel(router_rows, named["router"], router_bias, logits, stream)
         choose_experts_kernel(logits, choice_bias, expert_scale, chosen, factors, self._of.router, stream)
-        up, down = (self._weights(named, *matrix) for matrix in self._matrices(sizes.width))
-        biases, out, epilogue = (
-            (named.get(f"{UP}_bias"), named.get(f"{DOWN}_bias")),
-            outputs[0].reshape(count, sizes.width),
-            self._of.epilogue,
-        )
-        for first in range(0, count, self._rows_of_launch):
-            some = slice(first, min(first + self._rows_of_launch, count))
-            part = inner[: some.stop - some.start]
-            expert_up_kernel(rows[some], up, biases[0], chosen[some], part, epilogue, stream)
-            expert_down_kernel(part, down, biases[1], chosen[some], factors[some], out[some], stream)
+        matrices = [(self._weights(named, prefix, *shape), named.get(f"{prefix}_bias")) for prefix, *shape in self._matrices(sizes.width)]
+        out = outputs[0].reshape(count, sizes.width)
+        if not self._is_tiled(count):
+            inner = scratch[0].reshape(*chosen.shape, self._of.intermediate_size)
+            expert_up_kernel(rows, *matrices[0], chosen, inner, self._of.epilogue, stream)
+            expert_down_kernel(inner, *matrices[1], chosen, factors, out, stream)
+            return
+        for first in range(0, count, _MAX_TILED_ROWS):
+            some = slice(first, min(first + _MAX_TILED_ROWS, count))
+            self._run_tiles(rows[some], chosen[some], factors[some], out[some], matrices, scratch, stream)
+
+    def _run_tiles(
+        self,
+        rows: DeviceTensor,
+        chosen: DeviceTensor,
+        factors: DeviceTensor,
+        out: DeviceTensor,
+        matrices: Sequence[tuple[ExpertWeights, DeviceTensor | None]],
+        scratch: Sequence[DeviceTensor],
+        stream: Any,
+    ) -> None:
+        """Sort the rows by expert, multiply them, and add up their products."""
+        pairs = len(rows) * self._of.experts_per_token
+        inner, order, row_tiles, products = scratch
+        inner, order, products = inner[:pairs], order[:pairs], products[:pairs]
+        row_tiles = row_tiles[: count_row_tiles(pairs, self._of.num_experts)]
+        sort_by_expert_kernel(chosen, order, row_tiles, self._of.num_experts, stream)
+        expert_tiles_up_kernel(rows, *matrices[0], order, row_tiles, inner, self._of.epilogue, stream)
+        expert_tiles_down_kernel(inner, *matrices[1], order, row_tiles, products, stream)
+        weighted_sums_kernel(products.reshape(*chosen.shape, out.shape[1]), factors, out, stream)
 
     def _weights(self, named: Mapping[str, DeviceTensor], prefix: str, outputs: int, inputs: int) -> ExpertWeights:
         packed, experts = self._formats[prefix], self._of.num_experts

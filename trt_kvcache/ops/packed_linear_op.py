@@ -11,6 +11,7 @@ from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.errors import ConfigError, ShapeError
+from trt_kvcache.kernels.expert_tile_kernels import packed_tiles_kernel
 from trt_kvcache.kernels.linear_kernels import MAX_LINEAR_ROWS
 from trt_kvcache.kernels.packed_linear_kernels import packed_linear_kernel
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -25,7 +26,7 @@ WEIGHT = "weight"
 class PackedLinearOp:
     """Multiply rows with a packed matrix (implements :class:`~trt_kvcache.ops.custom_op.CustomOp`).
 
-    Padding is computed, too. Steps of more than 16 tokens are launched for 16 tokens at a time, each of which reads the matrix.
+    Padding is computed, too. A step of up to 16 tokens reads the matrix once, a wider one once for each 64 tokens.
     """
 
     name = "packed_linear"
@@ -61,11 +62,11 @@ class PackedLinearOp:
         return 0
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
-        """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch for each 16 rows."""
+        """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch."""
         batch, tokens, width = inputs[0].shape
         count = batch * tokens
         rows, out = inputs[0].reshape(count, width), outputs[0].reshape(count, self._outputs)
         weight = self._packed.tensors(inputs[1:], 1, self._outputs, width)
-        for first in range(0, count, MAX_LINEAR_ROWS):
-            some = slice(first, min(first + MAX_LINEAR_ROWS, count))
-            packed_linear_kernel(rows[some], weight, None, out[some], stream)
+        run = packed_linear_kernel if count <= MAX_LINEAR_ROWS else packed_tiles_kernel
+        if count:
+            run(rows, weight, None, out, stream)

@@ -26,7 +26,7 @@ from trt_kvcache.engine.step_rows import HiddenLayers
 from trt_kvcache.errors import CapacityError, ConfigError, EngineError, KVCacheError
 from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.model import ModelConfig, RoutedMlpConfig
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, shared_tensors
 from trt_kvcache.torch_engine.adapted_projections import AdaptedProjections
@@ -65,6 +65,7 @@ from trt_kvcache.torch_engine.step import TorchStep
 from trt_kvcache.torch_engine.step_widths import COARSE_WIDTHS, MAX_CAPTURED_WIDTH, STEP_WIDTHS
 from trt_kvcache.torch_engine.stored_rows import LoadRows
 from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor
+from trt_kvcache.torch_engine.tiled_experts import TiledExperts, fits_tiles
 from trt_kvcache.torch_engine.weights import TorchWeights, torch_weights
 
 #: Features of :data:`~trt_kvcache.model.features.FEATURES` that this engine computes.
@@ -140,7 +141,6 @@ class TorchEngine(DecoderEngine):
         self._views = DeviceViews(memory)
         self._steps: OrderedDict[StepTensors, TorchStep] = OrderedDict()
         self._mixers = tuple(mixer.after_norms for mixer in model.attention_layers)
-        self._has_experts = any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers)
         self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
         rotated = [mixer if mixer.rotates_before_norm else replace(mixer, rope=None) for mixer in model.attention_layers]
         self._positions_before_norms = PositionFactors(rotated, kv.max_sequence_length, self._device.torch_device)
@@ -161,6 +161,8 @@ class TorchEngine(DecoderEngine):
                     self._workspace = new_workspace(getattr(torch, self._dtype), self._device.torch_device)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"{memory.device}: no room for the weights. {error}") from error
+        has_tiles = known or self._workspace is not None
+        self._experts_may_wait = any(not (has_tiles and fits_tiles(one)) for one in self._weights.experts)
         self._row_nbytes = _TENSORS_PER_ROW * self._weights.widest * itemsize(self._dtype)
         self._device.synchronize()
 
@@ -322,8 +324,8 @@ class TorchEngine(DecoderEngine):
         width, graphs = step.input_ids.shape[1], self._device.graphs
         if graphs is None:
             return True  # a device without graphs ignores keys
-        if self._has_experts and step.input_ids.numel() > MAX_FIXED_ROWS:
-            return False  # products of many rows may wait for the number of rows of each expert
+        if self._experts_may_wait and step.input_ids.numel() > MAX_FIXED_ROWS:
+            return False  # for the number of rows of each expert
         return bool(width <= MAX_CAPTURED_WIDTH and 2 * step.input_ids.numel() * self._row_nbytes <= graphs.max_nbytes)
 
     def _run(self, step: TorchStep, stream: Any, has_adapters: bool) -> None:
@@ -368,6 +370,8 @@ class TorchEngine(DecoderEngine):
         if self._device.graphs is not None:
             many = GroupedProducts(experts, elementwise, self._workspace, self._views, stream)
             experts = FixedProducts(many, elementwise)
+        if has_kernels or self._workspace is not None:
+            experts = KernelExperts(TiledExperts(experts, elementwise, self._views, stream), elementwise, self._views, stream)
         if self._slot_numbers is not None and has_adapters:
             numbers = self._slot_numbers[: len(step.input_ids)]
             projections = (
@@ -382,7 +386,7 @@ class TorchEngine(DecoderEngine):
             elementwise=elementwise,
             projections=projections,
             router=KernelRouter(self._views, stream) if has_kernels else route,
-            experts=KernelExperts(experts, elementwise, self._views, stream) if has_kernels or self._workspace is not None else experts,
+            experts=experts,
             look_up=look_up if self.memory.is_host else KernelLookUp(self._views, stream),
         )
 

@@ -13,8 +13,8 @@ from trt_kvcache.torch_engine.experts import weighted_sums
 from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Experts
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
 
-#: Elements that rows are a multiple of: 16 bytes.
-_ALIGNED = 8
+#: Elements that rows of its operands are a multiple of: 16 bytes.
+GROUPED_MM_GRANULE = 8
 
 
 class GroupedProducts:
@@ -46,7 +46,7 @@ class GroupedProducts:
 
     def _fits(self, matrices: MatrixStack) -> bool:
         _, outputs, inputs = matrices.shape
-        if outputs % _ALIGNED or inputs % _ALIGNED:
+        if outputs % GROUPED_MM_GRANULE or inputs % GROUPED_MM_GRANULE:
             return False
         return isinstance(matrices, torch.Tensor) or (self._workspace is not None and outputs * inputs <= self._workspace.numel())
 

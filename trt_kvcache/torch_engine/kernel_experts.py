@@ -20,16 +20,12 @@ from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import ClampedSwiGLU, MlpConfig
 from trt_kvcache.torch_engine.device_views import DeviceViews
-from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS
 from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Experts
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
 
 
 class KernelExperts:
-    """Products of a few rows by our kernels, of more by ``others``. No work in flight may write weights: the kernels prefetch them.
-
-    Rows of packed experts are few as long as a step may be captured: several launches have up to 8 of them each.
-    """
+    """Products of a few rows by our kernels, of more by ``others``. No work in flight may write weights: the kernels prefetch them."""
 
     def __init__(self, others: ExpertProducts, elementwise: Elementwise, views: DeviceViews, stream: Any) -> None:
         self._others, self._elementwise, self._views, self._stream = others, elementwise, views, stream
@@ -38,19 +34,16 @@ class KernelExperts:
         """See :class:`ExpertProducts`."""
         if not _fits(rows, chosen, experts):
             return self._others(rows, chosen, weights, experts)
-        choices, factors = chosen.int(), weights.contiguous()
+        choices, factors, view = chosen.int(), weights.contiguous(), self._views.of
         out = rows.new_empty((len(rows), experts.down.shape[1]))
-        step = min(MAX_EXPERT_ROWS, MAX_EXPERT_PAIRS // chosen.shape[1])
-        down, view = self._matrices(experts.down, experts.down_bias), self._views.of
-        for one in zip(rows.split(step), choices.split(step), factors.split(step), out.split(step), strict=True):
-            some, of_rows, by, results = one
-            inner = self._inner(some, of_rows, experts)
-            expert_down_kernel(view(inner), *down, view(of_rows), view(by), view(results), self._stream)
+        inner = self._inner(rows, choices, experts)
+        down = matrices_of(experts.down, experts.down_bias, self._views)
+        expert_down_kernel(view(inner), *down, view(choices), view(factors), view(out), self._stream)
         return out
 
     def _inner(self, rows: torch.Tensor, choices: torch.Tensor, experts: Experts) -> torch.Tensor:
         """Return the inner activations ``[n, k, intermediate]``."""
-        config, weights = experts.config, self._matrices(experts.inputs, experts.inputs_bias)
+        config, weights = experts.config, matrices_of(experts.inputs, experts.inputs_bias, self._views)
         epilogue = epilogue_of(config)
         outputs = experts.inputs.shape[1] if epilogue == "linear" else experts.down.shape[2]
         results, view = rows.new_empty((*choices.shape, outputs)), self._views.of
@@ -59,9 +52,11 @@ class KernelExperts:
             return results
         return self._elementwise.inner(results, config)
 
-    def _matrices(self, weight: MatrixStack, bias: torch.Tensor | None) -> tuple[ExpertWeights, DeviceTensor | None]:
-        matrices = weight.tensors if isinstance(weight, PackedStack) else self._views.of(weight)
-        return matrices, None if bias is None else self._views.of(bias)
+
+def matrices_of(weight: MatrixStack, bias: torch.Tensor | None, views: DeviceViews) -> tuple[ExpertWeights, DeviceTensor | None]:
+    """Return matrices and biases of experts as the kernels take them."""
+    matrices = weight.tensors if isinstance(weight, PackedStack) else views.of(weight)
+    return matrices, None if bias is None else views.of(bias)
 
 
 def epilogue_of(config: MlpConfig) -> Epilogue:
@@ -74,9 +69,9 @@ def epilogue_of(config: MlpConfig) -> Epilogue:
 
 def _fits(rows: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> bool:
     """Return True if the kernels support these tensors."""
-    if experts.is_packed:
-        return 0 < len(rows) <= MAX_FIXED_ROWS and chosen.shape[1] <= MAX_EXPERT_PAIRS and rows.is_contiguous()
     if not 0 < len(rows) <= MAX_EXPERT_ROWS or chosen.numel() > MAX_EXPERT_PAIRS:
         return False
+    if experts.is_packed:
+        return bool(rows.is_contiguous())
     read = [rows, *(one for one in (experts.inputs, experts.down) if isinstance(one, torch.Tensor))]
     return all(one.is_contiguous() and one.shape[-1] % INPUT_GRANULE == 0 and one.data_ptr() % GRANULE_NBYTES == 0 for one in read)

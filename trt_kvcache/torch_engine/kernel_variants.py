@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
-from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, TILE_ROWS
+from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, TILE_ROWS, TILED_ROWS
 from trt_kvcache.kernels.source_variants import (
     EXPERT_SOURCE,
+    EXPERT_TILE_SOURCE,
     LINEAR_SOURCE,
     PACKED_EXPERT_SOURCE,
+    PACKED_EXPERT_TILE_SOURCE,
     TILES,
     head_dims_of,
     packed_variant_name,
@@ -33,7 +35,8 @@ def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> It
     yield variant_name(LINEAR_SOURCE, dtype, ROW_COUNTS[0])
     if any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers):
         yield variant_name(EXPERT_SOURCE, dtype, TILE_ROWS)
-        yield "router"
+        yield variant_name(EXPERT_TILE_SOURCE, dtype, TILED_ROWS)
+        yield from ("router", "expert_order")
     yield from ("decoder_layer", "lengths")
 
 
@@ -42,4 +45,5 @@ def packed_variants(weight: PackedMatrix, dtype: str, *, of_expert: bool) -> Ite
     if of_expert and isinstance(weight, PackedWeight):
         scales = str(weight.scales.dtype).removeprefix("torch.")
         yield packed_variant_name(PACKED_EXPERT_SOURCE, dtype, TILE_ROWS, weight.kind, scales)
+        yield packed_variant_name(PACKED_EXPERT_TILE_SOURCE, dtype, TILED_ROWS, weight.kind, scales)
     yield weight.tensors.variant(dtype, ROW_COUNTS[0])

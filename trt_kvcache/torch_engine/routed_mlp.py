@@ -13,6 +13,7 @@ from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
 from trt_kvcache.torch_engine.operations import Experts, Operations, RouterWeights, TorchProjection, normalised
 from trt_kvcache.torch_engine.stored_weights import StoredWeights
+from trt_kvcache.torch_engine.tiled_experts import fits_tiles
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,11 @@ class RoutedMlp:
 
     @property
     def outputs(self) -> int:
-        """Outputs of the widest products of one token: with all experts, as steps of few tokens may compute them unless they are packed."""
+        """Outputs of the widest products of one token: with all experts, as steps of few tokens may compute them without our kernels."""
         widths: list[int] = [*self.experts.inputs.shape[1:]]
         router = self.config.router
-        return (router.experts_per_token if self.experts.is_packed else router.num_experts) * max(widths)
+        has_few = self.experts.is_packed or fits_tiles(self.experts)
+        return (router.experts_per_token if has_few else router.num_experts) * max(widths)
 
     @classmethod
     def of(cls, config: RoutedMlpConfig, stored: StoredWeights) -> RoutedMlp:

@@ -17,7 +17,7 @@ from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, final_norm_bia
 from trt_kvcache.torch_engine.adapter_updates import LoadUpdates
 from trt_kvcache.torch_engine.mlp import Mlp
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection
+from trt_kvcache.torch_engine.operations import Experts, TorchMatrix, TorchProjection
 from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Part, SelfAttention, ShortConvolution
 from trt_kvcache.torch_engine.per_layer_input import PerLayerEmbedding, PerLayerInput
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp
@@ -86,6 +86,11 @@ class TorchWeights:
     per_layer: PerLayerEmbedding | None
     merge: Merge | None = None
     assistant: AssistantWeights[torch.Tensor] | None = None
+
+    @property
+    def experts(self) -> Iterator[Experts]:
+        """The experts of each layer that has some."""
+        return (block.part.experts for block in self.blocks if isinstance(block.part, RoutedMlp))
 
     @property
     def widest(self) -> int:
