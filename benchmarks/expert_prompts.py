@@ -3,7 +3,7 @@
     python benchmarks/expert_prompts.py [--quick] [--max-seconds 60]
 
 ``tiles``: the kernels of this package, which read packed weights as they are stored. ``grouped``: weights in 16 bits, or dequantized for
-the call, and ``torch.nn.functional.grouped_mm``. ``few``: the kernels for 8 rows at a time. All of them sort, multiply and add up. A time is
+the call, and ``torch.nn.functional.grouped_mm``. ``few``: the kernels for 8 rows at a time. All sort, multiply and add up. A time is
 the median of several calls, between events, on an idle GPU. The least time is that of reading all chosen experts once, or of multiplying at
 the speed that torch's largest product reaches here, whichever is longer.
 """
