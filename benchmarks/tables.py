@@ -562,6 +562,14 @@ def _experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield what, value, f"at least {content['limits']['of_copy']}" if row["mb"] >= content["limits"]["mb"] else ""
 
 
+def _expert_prompts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in of_table(content["rows"]):
+        what = f"{row['rows']} rows of a prompt with the experts of a layer of {row['model']} in {row['format']}: time; share of the least time; "
+        times = row["us"]
+        sides = f"{times['tiles']:.0f} us; {row['of_least']['tiles']:.2f}; {times['grouped'] / times['tiles']:.1f}"
+        yield what + "time of grouped products / time", sides, ""
+
+
 def _end_to_end_experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for cell in content["cells"].values():
         if not cell["ok"]:
@@ -652,6 +660,7 @@ _FILES = {
     "packed_linear_k": _packed_linear,
     "experts": _experts,
     "experts_packed": _experts,
+    "expert_prompts": _expert_prompts,
     "end_to_end_experts": _end_to_end_experts,
     "end_to_end_llama": _packed_end_to_end,
     "end_to_end_q4_0": _packed_end_to_end,

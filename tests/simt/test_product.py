@@ -169,6 +169,8 @@ SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_b
 EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/dense_expert_weights.cuh"
 ROUTER_TESTS, ROUTER = "test_router_kernels.py", "router.cu"
 PACKED_EXPERT_TESTS, PACKED_EXPERTS = "test_packed_expert_kernels.py", "linear/packed_expert_weights.cuh"
+TILE_TESTS, EXPERT_TILES, EXPERT_ORDER = "test_expert_tile_kernels.py", "linear/expert_tiles.cuh", "expert_order.cu"
+TILES_INTO, TILES_OUT, TILE_ORDER = (f"{TILE_TESTS}::test_{name}" for name in ("products_into", "products_out", "order_and_row_tiles"))
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -1235,6 +1237,74 @@ MISTAKES = {
         PACKED_EXPERT_TESTS,
         "nan",
     ),
+    "a stage that is overwritten while it is read": (
+        EXPERT_TILES,
+        "cp_async_wait_group<kStages - 2>();\n                __syncthreads();",
+        "cp_async_wait_group<kStages - 2>();",
+        "thread",
+        TILES_INTO,
+        RACE,
+    ),
+    "a stage that has not arrived": (
+        EXPERT_TILES,
+        "cp_async_wait_group<kStages - 2>()",
+        "cp_async_wait_group<kStages - 1>()",
+        "none",
+        TILES_INTO,
+        "test_products_into",
+    ),
+    "rows of x behind those of a tile": (EXPERT_TILES, "min(row, tile.count - 1)", "row", "address", TILES_OUT, OVERRUN),
+    "rows of x in the order of pairs": (
+        EXPERT_TILES,
+        "params.order[place] / params.choices",
+        "params.order[place]",
+        "address",
+        TILES_INTO,
+        OVERRUN,
+    ),
+    "products in the order of experts": (EXPERT_TILES, ": params.order[place];", ": place;", "none", TILES_OUT, "test_products_out"),
+    "the bias of the gate for up": (
+        EXPERT_TILES,
+        "first_bias + params.outputs",
+        "first_bias",
+        "none",
+        TILES_INTO,
+        "test_products_into",
+    ),
+    "fragments of the first expert": (EXPERT_TILES, "begin(tile.expert, ", "begin(0, ", "none", TILES_INTO, "test_products_into"),
+    "a fragment for another one": (
+        EXPERT_TILES,
+        "weights.load(held[i], (fragment + kDepth)",
+        "weights.load(held[i], fragment",
+        "none",
+        f"{TILE_TESTS}::test_packed_products_out",
+        "test_packed_products_out",
+    ),
+    "row tiles of two experts in one place": (
+        EXPERT_ORDER,
+        "begin = first / kept + expert",
+        "begin = first / kept",
+        "none",
+        TILE_ORDER,
+        "test_order",
+    ),
+    "row tiles that leave out rows": (EXPERT_ORDER, "(count + used - 1) / used : 0", "count / used : 0", "none", TILE_ORDER, "test_order"),
+    "pairs of later warps in the first places": (
+        EXPERT_ORDER,
+        "if (other < warp) place +=",
+        "if (other < 0) place +=",
+        "none",
+        TILE_ORDER,
+        "test_order",
+    ),
+    "sums with the weight of the first choice": (
+        EXPERT_ORDER,
+        "weights[row * choices + choice]",
+        "weights[row * choices]",
+        "none",
+        TILES_OUT,
+        "test_products_out",
+    ),
     "FP4 without signs": (PACKED_VALUES, "(high & kSigns) | ", "", "none", PACKED_EXPERT_TESTS, "test_products_into_experts"),
     "FP4 that is too small": (PACKED_VALUES, "0x7E807E80", "0x7E007E00", "none", PACKED_EXPERT_TESTS, "test_products_into_experts"),
     "the smallest exponent as zero": (PACKED_VALUES, ": 0x00400000", ": 0", "none", PACKED_EXPERT_TESTS, "test_every_value"),
@@ -1329,7 +1399,14 @@ MISTAKES = {
         ROUTER_TESTS,
         "test_choices",
     ),
-    "up that is clamped on one side": (EXPERTS, "up < -limit ? -limit : up", "up", "none", EXPERT_TESTS, "ClampedSwiGLU"),
+    "up that is clamped on one side": (
+        "linear/expert_epilogues.cuh",
+        "up < -limit ? -limit : up",
+        "up",
+        "none",
+        EXPERT_TESTS,
+        "ClampedSwiGLU",
+    ),
     "rows that have not chosen an expert": (
         EXPERTS,
         "        if (choice < 0) continue;\n",
