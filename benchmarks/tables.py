@@ -564,10 +564,10 @@ def _experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _expert_prompts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in of_table(content["rows"]):
-        what = f"{row['rows']} rows of a prompt with the experts of a layer of {row['model']} in {row['format']}: time; share of the least time; "
-        times = row["us"]
-        sides = f"{times['tiles']:.0f} us; {row['of_least']['tiles']:.2f}; {times['grouped'] / times['tiles']:.1f}"
-        yield what + "time of grouped products / time", sides, ""
+        what = f"{row['rows']} rows of a prompt with the experts of a layer of {row['model']} in {row['format']}"
+        times, share = row["us"], row["of_least"]["tiles"]
+        sides = f"{times['tiles']:.0f} us; {share:.2f}; {times['grouped'] / times['tiles']:.1f}"
+        yield f"{what}: time; share of the least time; time of grouped products / time", sides, ""
 
 
 def _end_to_end_experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
