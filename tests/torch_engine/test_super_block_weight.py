@@ -94,14 +94,14 @@ def test_factors_whose_values_the_dtype_cannot_hold_are_not_packed(kind, factor)
 @KINDS
 def test_joined(kind):
     arrays = [stored(kind, (32, 256), seed=1), stored(kind, (21, 256), seed=2)]
-    check(joined_super_blocks(*(packed(kind, array) for array in arrays)), np.concatenate([values_of(kind, array) for array in arrays]))
+    check(joined_super_blocks([packed(kind, array) for array in arrays]), np.concatenate([values_of(kind, array) for array in arrays]))
 
 
 def test_others_are_not_joined():
     first = packed("Q4_K", stored("Q4_K"))
-    assert joined_super_blocks(first, packed("Q5_K", stored("Q5_K"))) is None
-    assert joined_super_blocks(first, packed("Q4_K", stored("Q4_K", (48, 256)))) is None
-    assert joined_super_blocks(packed("Q4_K", stored("Q4_K", (24, 512))), first) is None
+    assert joined_super_blocks((first, packed("Q5_K", stored("Q5_K")))) is None
+    assert joined_super_blocks((first, packed("Q4_K", stored("Q4_K", (48, 256))))) is None
+    assert joined_super_blocks((packed("Q4_K", stored("Q4_K", (24, 512))), first)) is None
 
 
 class TestCheckpoint:

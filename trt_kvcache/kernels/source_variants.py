@@ -37,6 +37,7 @@ STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "flo
 #: The sources of projections of few rows, with weights in 16 bits, with packed ones, and those in super-blocks; and for chosen experts.
 LINEAR_SOURCE, PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE = "linear", "linear_packed", "linear_super_blocks"
 EXPERT_SOURCE, PACKED_EXPERT_SOURCE = "linear_experts", "linear_packed_experts"
+SUPER_BLOCK_EXPERT_SOURCE = "linear_super_block_experts"
 
 #: The dtypes of scales of packed integers for each dtype of activations.
 SCALE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float16", "float32")}
@@ -71,8 +72,9 @@ def variant_names(source: str) -> list[str]:
         if source == PACKED_LINEAR_SOURCE:  # the only one that knows NVFP4
             formats, counts = [*formats, *((dtype, "e2m1", NVFP4_SCALES) for dtype in SCALE_DTYPES)], ROW_COUNTS
         return [packed_variant_name(source, dtype, rows, kind, scale) for dtype, kind, scale in formats for rows in counts]
-    if source == SUPER_BLOCK_SOURCE:
-        return [variant_name(source, dtype, rows, kind) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS for kind in SUPER_BLOCK_TYPES]
+    if source in (SUPER_BLOCK_SOURCE, SUPER_BLOCK_EXPERT_SOURCE):
+        counts = ROW_COUNTS if source == SUPER_BLOCK_SOURCE else (TILE_ROWS,)
+        return [variant_name(source, dtype, rows, kind) for dtype in ELEMENT_TYPES for rows in counts for kind in SUPER_BLOCK_TYPES]
     return [source]
 
 
@@ -113,7 +115,7 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
         macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, packed).items()}
         stored = {} if packed is None or scale is None else {"STORED": PACKED_TYPES[packed], "SCALE": _SCALE_TYPES[scale]}
         return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, **macros}
-    if source == SUPER_BLOCK_SOURCE:
+    if source in (SUPER_BLOCK_SOURCE, SUPER_BLOCK_EXPERT_SOURCE):
         macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, kv_dtype[0]).items()}
         return {"ELEMENT": ELEMENT_TYPES[dtype], "STORED": SUPER_BLOCK_TYPES[kv_dtype[0]], **macros}
     is_tree = _TREE in kv_dtype

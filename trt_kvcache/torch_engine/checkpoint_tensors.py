@@ -110,9 +110,9 @@ class CheckpointTensors:
         weight = self._stored(name)
         if weight is None:
             return None
-        if name in self._experts and not _is_known_to_experts(weight):
-            return None
         if isinstance(weight, QuantizedWeight):
+            if name in self._experts and not _is_known_to_experts(weight):
+                return None
             return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
         return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
 
@@ -124,8 +124,8 @@ class CheckpointTensors:
         return self._last[1]
 
 
-def _is_known_to_experts(weight: QuantizedWeight | SuperBlocks) -> bool:
-    """Return True if the kernels of experts may know the format: they know neither super-blocks, nor act-order, nor NVFP4."""
-    if isinstance(weight, SuperBlocks) or weight.group_index is not None:
-        return False
-    return not (weight.quantized_values.kind == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES))
+def _is_known_to_experts(weight: QuantizedWeight) -> bool:
+    """Return True if the kernels of experts may know the format: they know neither act-order nor NVFP4."""
+    return weight.group_index is None and not (
+        weight.quantized_values.kind == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES)
+    )
