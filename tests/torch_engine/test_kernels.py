@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.assertions import assert_close
+from tests.helpers.gguf_experts import Q4_K_M_EXPERTS, write_gguf_experts
 from tests.helpers.gguf_files import Q4_K_M, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
@@ -574,6 +575,25 @@ def test_rounded_experts_agree_with_the_reference_engine(memory, calls, name, ch
     with session, reference:
         check_agreement(session, reference, TOLERANCES["bfloat16"])
     assert calls[launched] == calls["expert_down"] > 0
+
+
+#: Types of experts, and the dtype: several types of super-blocks, one, and blocks of 32 inputs next to them.
+EXPERT_TYPES = {
+    "Q4_K_M": (Q4_K_M_EXPERTS, "float16"),
+    "Q5_K": ({"exps": "Q5_K"}, "bfloat16"),
+    "Q6_K and Q8_0": ({"down_exps": "Q8_0", "exps": "Q6_K"}, "float16"),
+}
+
+
+@pytest.mark.parametrize(("types", "dtype"), EXPERT_TYPES.values(), ids=EXPERT_TYPES)
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_experts_in_super_blocks_agree_with_the_reference_engine(memory, calls, tmp_path, types, dtype):
+    with Checkpoint.open(write_gguf_experts(tmp_path, types)) as checkpoint:
+        session, reference = packed_expert_sessions(memory, checkpoint, dtype)
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES[dtype])
+    assert calls["expert_up silu_mul"] == calls["expert_down"] > 0
+    assert calls["packed_dequantize"] == 0
 
 
 def test_packed_experts_of_many_rows_are_dequantized_one_at_a_time(memory, calls, monkeypatch):
