@@ -629,20 +629,41 @@ def test_packed_experts_of_many_rows_are_multiplied_in_groups(memory, calls, hel
     with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
         session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
     with session, reference:
-        experts = next(block.part for block in session.engine._weights.blocks if isinstance(block.part, RoutedMlp)).experts
-        count, outputs, inputs = experts.inputs.shape
-        random, stream, elementwise = torch.Generator().manual_seed(1), memory.create_stream(), Elementwise()
-        workspace = torch.empty(held * outputs * inputs, dtype=torch.bfloat16)
-        grouped = GroupedProducts(None, elementwise, workspace, DeviceViews(memory), stream)
-        rows = torch.randn((40, inputs), generator=random).bfloat16()
-        chosen = torch.stack([torch.randperm(count - 1, generator=random)[:2] for _ in rows])
-        chosen += chosen >= 2  # nobody has 2
-        weights = torch.rand((40, 2), generator=random)
-        found = grouped(rows, chosen, weights, experts)
-        expected = SortedProducts(Projections(elementwise))(rows, chosen, weights, experts)
-    assert (found.float() - expected.float()).abs().max() <= 2**-6 * expected.float().abs().max()
+        check_groups(memory, session, held)
     of_both = {1: 4 + 3, 3: 2 + 1, 9: 1 + 1}  # the workspace holds twice as many matrices out of experts as into them
     assert calls["packed_dequantize"] == of_both[held]
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_experts_in_super_blocks_of_many_rows(memory, calls, tmp_path, monkeypatch):
+    """One expert at a time, and as on a GPU 3 of 7 at a time: values of a stack are those of its matrices."""
+    for module in (kernel_experts, experts_module):
+        monkeypatch.setattr(module, "MAX_FIXED_ROWS", 4)
+    monkeypatch.setattr(packed_projections, "MAX_PACKED_ROWS", 0)
+    with Checkpoint.open(write_gguf_experts(tmp_path, Q4_K_M_EXPERTS)) as checkpoint:
+        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
+    with session, reference:
+        check_agreement(session, reference, TOLERANCES["bfloat16"])
+        assert calls["packed_dequantize"] > 0
+        calls.clear()
+        check_groups(memory, session, 3)
+    assert calls["packed_dequantize"] == 3 + 2
+
+
+def check_groups(memory, session, held):
+    """Compare products of groups of experts, of which the workspace holds so many at a time, with those of one after another."""
+    experts = next(block.part for block in session.engine._weights.blocks if isinstance(block.part, RoutedMlp)).experts
+    count, outputs, inputs = experts.inputs.shape
+    random, stream, elementwise = torch.Generator().manual_seed(1), memory.create_stream(), Elementwise()
+    workspace = torch.empty(held * outputs * inputs, dtype=torch.bfloat16)
+    grouped = GroupedProducts(None, elementwise, workspace, DeviceViews(memory), stream)
+    rows = torch.randn((40, inputs), generator=random).bfloat16()
+    chosen = torch.stack([torch.randperm(count - 1, generator=random)[:2] for _ in rows])
+    chosen += chosen >= 2  # nobody has 2
+    weights = torch.rand((40, 2), generator=random)
+    found = grouped(rows, chosen, weights, experts)
+    expected = SortedProducts(Projections(elementwise))(rows, chosen, weights, experts)
+    assert (found.float() - expected.float()).abs().max() <= 2**-6 * expected.float().abs().max()
 
 
 def test_packed_experts_take_what_memory_fit_counts(memory, calls):
