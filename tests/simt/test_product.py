@@ -58,6 +58,7 @@ OWN_PROCESS = (
     "test_super_block_kernels",
     "test_expert_kernels",
     "test_packed_expert_kernels",
+    "test_super_block_expert_kernels",
 )
 ELSEWHERE = " or ".join((ATTENTION, *OWN_PROCESS))
 #: Copies, compaction and lengths: what every sequence passes through.
@@ -169,6 +170,7 @@ SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_b
 EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/dense_expert_weights.cuh"
 ROUTER_TESTS, ROUTER = "test_router_kernels.py", "router.cu"
 PACKED_EXPERT_TESTS, PACKED_EXPERTS = "test_packed_expert_kernels.py", "linear/packed_expert_weights.cuh"
+SUPER_BLOCK_EXPERT_TESTS, SUPER_BLOCK_EXPERTS = "test_super_block_expert_kernels.py", "linear/super_block_expert_weights.cuh"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -1234,6 +1236,46 @@ MISTAKES = {
         "none",
         PACKED_EXPERT_TESTS,
         "nan",
+    ),
+    "an expert in super-blocks as large as its gate": (
+        SUPER_BLOCK_EXPERTS,
+        "(2 * expert + x) * tiles",
+        "(expert + x) * tiles",
+        "none",
+        SUPER_BLOCK_EXPERT_TESTS,
+        "test_products_into_experts",
+    ),
+    "up in the place after the gate, of experts in super-blocks": (
+        SUPER_BLOCK_EXPERTS,
+        "(2 * expert + x) * tiles + tile",
+        "2 * expert * tiles + tile + x",
+        "none",
+        SUPER_BLOCK_EXPERT_TESTS,
+        "test_products_into_experts",
+    ),
+    "a tile of the next expert in super-blocks": (
+        SUPER_BLOCK_EXPERTS,
+        "min(tile * kTiles + x, tiles - 1)",
+        "(tile * kTiles + x)",
+        "address",
+        SUPER_BLOCK_EXPERT_TESTS,
+        OVERRUN,
+    ),
+    "one tile of experts in super-blocks for all": (
+        SUPER_BLOCK_EXPERTS,
+        "start(weight_tile(expert, tile, x))",
+        "start(weight_tile(expert, 0, x))",
+        "none",
+        SUPER_BLOCK_EXPERT_TESTS,
+        "test_products_",
+    ),
+    "the first fragment of an expert in super-blocks for all": (
+        SUPER_BLOCK_EXPERTS,
+        "starts_[x], input / kFragmentInputs,",
+        "starts_[x], 0 * input,",
+        "none",
+        SUPER_BLOCK_EXPERT_TESTS,
+        "test_products_",
     ),
     "FP4 without signs": (PACKED_VALUES, "(high & kSigns) | ", "", "none", PACKED_EXPERT_TESTS, "test_products_into_experts"),
     "FP4 that is too small": (PACKED_VALUES, "0x7E807E80", "0x7E007E00", "none", PACKED_EXPERT_TESTS, "test_products_into_experts"),

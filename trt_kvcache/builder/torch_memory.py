@@ -61,10 +61,14 @@ class TorchMemory:
         if is_nvfp4 or _ACT_ORDER in title:
             names -= expert_tensors(checkpoint.config)
         has_rows = checkpoint.config.per_layer_embedding is not None and table_blocks(checkpoint, PER_LAYER_EMBEDDING) is not None
-        packed = _matrices(checkpoint.config) & names | ({PER_LAYER_EMBEDDING} if has_rows else set())
+        matrices = _matrices(checkpoint.config)
+        packed = matrices & names | ({PER_LAYER_EMBEDDING} if has_rows else set())
         adapters = None if adapters_rank is None else AdapterInputs.of(checkpoint.config, rank=padded_rank(adapters_rank))
         on_host = frozenset({PER_LAYER_EMBEDDING} if has_host_table else ())
-        sizes = {name: checkpoint.nbytes_of(name) for name in packed}
+        in_super_blocks = {name: checkpoint.super_block_nbytes(name) for name in matrices}
+        sizes = {name: checkpoint.nbytes_of(name) for name in packed} | {
+            name: nbytes for name, nbytes in in_super_blocks.items() if nbytes is not None
+        }
         return cls(checkpoint.config, sizes, adapters, on_host, None if head is None else cls.of(head))
 
     def rounded(self, quantize: str) -> TorchMemory:

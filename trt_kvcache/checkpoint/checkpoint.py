@@ -474,6 +474,27 @@ class Checkpoint:
         file = self._gguf_file(name)
         return None if file is None else file.super_blocks(name)
 
+    def super_block_nbytes(self, name: str) -> int | None:
+        """Return the size of a matrix in Q4_K, Q5_K or Q6_K as a GGUF file stores it. No weights are read.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Returns
+        -------
+        int or None
+            Bytes; None where :meth:`super_blocks` returns None.
+
+        Raises
+        ------
+        ClosedError
+            The checkpoint is closed.
+        """
+        file = self._gguf_file(name)
+        return None if file is None or file.super_block_type(name) is None else file.tensors[name].nbytes
+
     def offset_blocks(self, name: str) -> OffsetBlocks | None:
         """Return a matrix in Q4_1, Q5_0 or Q5_1 as a GGUF file stores it: :meth:`tensor` returns its values.
 
