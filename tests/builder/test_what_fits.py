@@ -306,13 +306,14 @@ def test_experts_that_pytorch_does_not_keep_packed_have_16_bits(tmp_path: Path, 
 
 @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
 def test_super_blocks_that_pytorch_keeps_packed_have_their_stored_size(tmp_path: Path) -> None:
-    """Those of experts too. The embedding, and matrices in Q5_1, have 16 bits."""
+    """Those of experts too. Q5_0 takes the bytes of Q8_0; the embedding, and matrices in Q5_1, have 16 bits."""
     pytest.importorskip("gguf")
-    types = {"output.weight": "Q6_K", "exps": "Q4_K", "attn_q": "Q5_K", "attn_k": "Q8_0", "attn_v": "Q5_1", "token_embd": "Q4_K"}
+    of_attention = {"attn_q": "Q5_K", "attn_k": "Q8_0", "attn_v": "Q5_1", "attn_output": "Q5_0"}
+    types = {**of_attention, "output": "Q6_K", "exps": "Q4_K", "token_embd": "Q4_K"}
     path = write_gguf_experts(tmp_path, types, head_dim=16)
     with Checkpoint.open(path) as checkpoint:
         packed, shapes = TorchMemory.of(checkpoint).packed, tensor_shapes(checkpoint.config)
-    bits = {"lm_head": 210 / 32, ".experts.": 144 / 32, "q_proj": 176 / 32, "k_proj": 34 / 4}
+    bits = {"lm_head": 210 / 32, ".experts.": 144 / 32, "q_proj": 176 / 32, "k_proj": 34 / 4, "o_proj": 34 / 4}
     expected = {
         name: math.prod(shape) * bits[part] / 8 for name, shape in shapes.items() for part in bits if part in name and len(shape) == 2
     }

@@ -13,7 +13,7 @@ from tests.golden.weights import write as write_weights
 from tests.paths import GOLDEN
 
 #: Experts as in a file that is called Q4_K_M: those of some layers have down in more bits.
-Q4_K_M_EXPERTS = {"blk.0.ffn_down_exps": "Q6_K", "_exps": "Q4_K", "attn_v": "Q6_K", "attn": "Q4_K", "output.weight": "Q6_K"}
+Q4_K_M_EXPERTS = {"blk.0.ffn_down_exps": "Q6_K", "_exps": "Q4_K", "attn_v": "Q6_K", "attn": "Q4_K", "output": "Q6_K"}
 
 
 def write_gguf_experts(folder: Path, types: Mapping[str, str], name: str = "qwen3_moe", **changes: Any) -> Path:

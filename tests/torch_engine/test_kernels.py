@@ -582,12 +582,13 @@ EXPERT_TYPES = {
     "Q4_K_M": (Q4_K_M_EXPERTS, "float16"),
     "Q5_K": ({"exps": "Q5_K"}, "bfloat16"),
     "Q6_K and Q8_0": ({"down_exps": "Q8_0", "exps": "Q6_K"}, "float16"),
+    "Q4_0 and Q5_0": ({"down_exps": "Q5_0", "exps": "Q4_0", "attn_q": "Q5_0"}, "bfloat16"),
 }
 
 
 @pytest.mark.parametrize(("types", "dtype"), EXPERT_TYPES.values(), ids=EXPERT_TYPES)
 @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
-def test_experts_in_super_blocks_agree_with_the_reference_engine(memory, calls, tmp_path, types, dtype):
+def test_experts_of_gguf_files_agree_with_the_reference_engine(memory, calls, tmp_path, types, dtype):
     with Checkpoint.open(write_gguf_experts(tmp_path, types)) as checkpoint:
         session, reference = packed_expert_sessions(memory, checkpoint, dtype)
     with session, reference:

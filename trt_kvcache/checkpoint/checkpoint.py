@@ -474,8 +474,8 @@ class Checkpoint:
         file = self._gguf_file(name)
         return None if file is None else file.super_blocks(name)
 
-    def super_block_nbytes(self, name: str) -> int | None:
-        """Return the size of a matrix in Q4_K, Q5_K or Q6_K as a GGUF file stores it. No weights are read.
+    def block_type(self, name: str) -> str | None:
+        """Return the type of a matrix of which :meth:`super_blocks` or :meth:`offset_blocks` returns the blocks. No weights are read.
 
         Parameters
         ----------
@@ -484,8 +484,8 @@ class Checkpoint:
 
         Returns
         -------
-        int or None
-            Bytes; None where :meth:`super_blocks` returns None.
+        str or None
+            Such as ``"Q4_K"``; None where both methods return None.
 
         Raises
         ------
@@ -493,7 +493,7 @@ class Checkpoint:
             The checkpoint is closed.
         """
         file = self._gguf_file(name)
-        return None if file is None or file.super_block_type(name) is None else file.tensors[name].nbytes
+        return None if file is None else file.block_type(name)
 
     def offset_blocks(self, name: str) -> OffsetBlocks | None:
         """Return a matrix in Q4_1, Q5_0 or Q5_1 as a GGUF file stores it: :meth:`tensor` returns its values.

@@ -107,7 +107,7 @@ class CheckpointTensors:
         return rounded_weight(chosen, scheme, scales_dtype, self._dtype, self._upload, self._memory)
 
     def _packed_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
-        weight = self._stored(name)
+        weight = self._stored(name) or self._as_int8(name)
         if weight is None:
             return None
         if isinstance(weight, QuantizedWeight):
@@ -115,6 +115,11 @@ class CheckpointTensors:
                 return None
             return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
         return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
+
+    def _as_int8(self, name: str) -> QuantizedWeight | None:
+        """Return a weight in blocks of GGUF that are 8-bit integers to the kernels."""
+        offset = self._checkpoint.offset_blocks(name)
+        return None if offset is None else offset.as_int8()
 
     def _stored(self, name: str) -> QuantizedWeight | SuperBlocks | None:
         """Return a weight as it is stored; None if it is not quantized. The last one is kept."""
