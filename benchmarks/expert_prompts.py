@@ -2,8 +2,8 @@
 
     python benchmarks/expert_prompts.py [--quick] [--max-seconds 60]
 
-``tiles``: the kernels of this package, which read packed weights as they are stored. ``grouped``: weights in 16 bits, or dequantized for
-the call, and ``torch.nn.functional.grouped_mm``. ``few``: the kernels for 8 rows at a time. All sort, multiply and add up. A time is
+``tiles``: the kernels of this package, which read packed weights as they are stored. ``grouped``: the same weights in 16 bits, and
+``torch.nn.functional.grouped_mm``. ``few``: the kernels for 8 rows at a time. All sort, multiply and add up. A time is
 the median of several calls, between events, on an idle GPU. The least time is that of reading all chosen experts once, or of multiplying at
 the speed that torch's largest product reaches here, whichever is longer.
 """
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.experts import SortedProducts  # noqa: E402
 from trt_kvcache.torch_engine.grouped_experts import GroupedProducts  # noqa: E402
 from trt_kvcache.torch_engine.kernel_experts import KernelExperts  # noqa: E402
-from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Projections  # noqa: E402
-from trt_kvcache.torch_engine.packed_projections import new_workspace  # noqa: E402
+from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Experts, Projections, dense  # noqa: E402
+from trt_kvcache.torch_engine.packed_stack import MatrixStack  # noqa: E402
 from trt_kvcache.torch_engine.tiled_experts import TiledExperts  # noqa: E402
 
 CASES = (
@@ -71,19 +72,24 @@ def peak_flops() -> float:
     return 2 * 8192**3 / seconds(lambda _: a @ b, 1)
 
 
-def rows_of(layers: Layers, rows: int, copy: float, flops: float) -> dict[str, Any]:
+def in_16_bits(matrices: MatrixStack) -> torch.Tensor:
+    """Return matrices ``[count, outputs, inputs]`` in 16 bits."""
+    return matrices if isinstance(matrices, torch.Tensor) else torch.stack([dense(one) for one in matrices])
+
+
+def rows_of(layers: Layers, in_16: list[Experts], rows: int, copy: float, flops: float) -> dict[str, Any]:
     """Check and measure a number of rows."""
     gpu, model = layers.gpu, layers.model
     elementwise, views, stream = Elementwise(), DeviceViews(gpu.memory), gpu.stream
     x = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device="cuda").normal_()
     weights, chosen = torch.rand(rows, model.choices, device="cuda") + 0.1, layers.choices(rows)
     by_expert = SortedProducts(Projections(elementwise))
-    workspace = None if layers.stored.kind is None else new_workspace(torch.bfloat16, x.device)
-    grouped = GroupedProducts(by_expert, elementwise, workspace, views, stream)
+    grouped = GroupedProducts(by_expert, elementwise)
     sides: dict[str, ExpertProducts] = {"tiles": TiledExperts(by_expert, elementwise, views, stream), "grouped": grouped}
     if rows <= 64 and layers.stored.kind is not None:
         sides["few"] = KernelExperts(grouped, elementwise, views, stream)
-    found = {name: side(x, chosen[0], weights, layers.of_step(0)) for name, side in sides.items()}
+    layer_of = dict.fromkeys(sides, layers.of_step) | {"grouped": lambda step: in_16[step % len(in_16)]}
+    found = {name: side(x, chosen[0], weights, layer_of[name](0)) for name, side in sides.items()}
     errors = {name: relative_error(found[name], found["grouped"].double()) for name in sides if name != "grouped"}
     for name, error in errors.items():
         assert error <= _TOLERANCE, f"{model.name} in {layers.stored.name}, {rows} rows: {name} differs by {error:.2e}"
@@ -115,14 +121,15 @@ def measure(gpu: Gpu, copy: float, flops: float, options: argparse.Namespace) ->
             left_out.append(name)
             continue
         layers = Layers(gpu, model, stored)
+        in_16 = [replace(one, inputs=in_16_bits(one.inputs), down=in_16_bits(one.down)) for one in layers.layers]
         for rows in _QUICK_ROWS if options.quick else ROWS:
             if time.monotonic() > deadline:
                 left_out.append(f"{name}, {rows} rows")
                 continue
-            row = rows_of(layers, rows, copy, flops)
+            row = rows_of(layers, in_16, rows, copy, flops)
             print(json.dumps(row), flush=True)
             found.append(row)
-        del layers
+        del layers, in_16
         torch.cuda.empty_cache()
     return {"left_out": left_out, "rows": to_table(found)}
 

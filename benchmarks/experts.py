@@ -35,6 +35,7 @@ from trt_kvcache.kernels.packed_layout import (  # noqa: E402
     count_groups,
     count_tiles,
 )
+from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, MIDDLES, SUPER_BLOCK, fragment_nbytes  # noqa: E402
 from trt_kvcache.model import ClampedSwiGLU, MlpConfig  # noqa: E402
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
@@ -43,6 +44,7 @@ from trt_kvcache.torch_engine.kernel_experts import KernelExperts, epilogue_of  
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections, dense  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack  # noqa: E402
 from trt_kvcache.torch_engine.packed_weight import PackedWeight  # noqa: E402
+from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight  # noqa: E402
 
 #: Share of the copy bandwidth of both launches of a layer, from ``mb`` MB of chosen experts.
 LIMITS = {"of_copy": 0.8, "mb": 32}
@@ -96,10 +98,12 @@ QWEN, MIXTRAL, GPT_OSS, NEMOTRON = (
     Model("Nemotron-3-Nano-30B-A3B", 2688, 1856, 128, 6, activation="relu2", gated=False),
 )
 PLAIN, INT8, INT4 = Format(DTYPE), Format("int8", "int8", group_shift=ONE_GROUP), Format("int4", "int4")
+Q4_K, Q5_K, Q6_K = (Format(kind.upper(), kind) for kind in HIGH_BITS)
 ZERO_POINTS = Format("int4:128, zero points", "int4", "float16", group_shift=2, zero_points=True)
 CASES = (
     *((GPT_OSS, Format("MXFP4", "e2m1", EXPONENTS)), (QWEN, PLAIN), (QWEN, INT4), (QWEN, INT8), (QWEN, ZERO_POINTS)),
-    *((MIXTRAL, PLAIN), (MIXTRAL, INT4), (GPT_OSS, PLAIN), (NEMOTRON, PLAIN), (NEMOTRON, INT8)),
+    *((QWEN, Q4_K), (QWEN, Q5_K), (QWEN, Q6_K)),
+    *((MIXTRAL, PLAIN), (MIXTRAL, INT4), (MIXTRAL, Q4_K), (GPT_OSS, PLAIN), (NEMOTRON, PLAIN), (NEMOTRON, INT8)),
 )
 #: Of these, the ones that ``--quick`` takes.
 _QUICK = 3
@@ -128,6 +132,8 @@ class Layers:
         experts, stored = self.model.experts, self.stored
         if stored.kind is None:
             return _normal(experts, outputs, inputs).mul_(inputs**-0.5)
+        if stored.kind in HIGH_BITS:
+            return PackedStack(self._super_blocks(experts * outputs, inputs), experts)
         shape = (experts * count_tiles(outputs), count_groups(inputs, stored.group_shift), 8, 2)
         values = _bytes(0, 256, shape[0], -(-inputs // FRAGMENT_INPUTS) * FRAGMENT_NBYTES[stored.kind])
         if stored.kind == "e2m1":
@@ -147,6 +153,25 @@ class Layers:
             zero_points=_bytes(0, 16, *shape) if stored.zero_points else None,
         )
         return PackedStack(whole, experts)
+
+    def _super_blocks(self, outputs: int, inputs: int) -> SuperBlockWeight:
+        """Return a matrix of whole tiles, with products of about the size of its inputs."""
+        kind, tiles, fragments = str(self.stored.kind), count_tiles(outputs), inputs // FRAGMENT_INPUTS
+        sizes = (
+            torch.tensor([1 / 2048 if MIDDLES[kind] else 1 / (128 << HIGH_BITS[kind]), 1 / 64], device="cuda")[: FACTORS[kind]]
+            * inputs**-0.5
+        )
+        factors = _normal(tiles, inputs // SUPER_BLOCK, 8, 2, FACTORS[kind]) * sizes
+        return SuperBlockWeight(
+            dtype=getattr(torch, DTYPE),
+            memory=self.gpu.memory,
+            kind=kind,
+            outputs=outputs,
+            inputs=inputs,
+            values=_bytes(0, 256, tiles, fragments * fragment_nbytes(kind)),
+            scales=_bytes(0, 64, tiles, fragments, 8, 8),
+            factors=factors.half(),
+        )
 
     def nbytes(self, stack: MatrixStack) -> float:
         """Return the bytes of one expert."""

@@ -567,7 +567,7 @@ def _expert_prompts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         what = f"{row['rows']} rows of a prompt with the experts of a layer of {row['model']} in {row['format']}"
         times, share = row["us"], row["of_least"]["tiles"]
         sides = f"{times['tiles']:.0f} us; {share:.2f}; {times['grouped'] / times['tiles']:.1f}"
-        yield f"{what}: time; share of the least time; time of grouped products / time", sides, ""
+        yield f"{what}: time; share of the least time; time of grouped products in 16 bits / time", sides, ""
 
 
 def _end_to_end_experts(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -18,6 +18,7 @@ from table_pages import write_tables  # noqa: E402
 from trt_kvcache.builder.capable_gpus import FIRST_CAPABILITY  # noqa: E402
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYPES  # noqa: E402
 from trt_kvcache.checkpoint.quantized.gguf import GGUF  # noqa: E402
+from trt_kvcache.checkpoint.quantized.offset_blocks import MIDDLES  # noqa: E402
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES  # noqa: E402
 from trt_kvcache.checkpoint.quantized.registry import FORMATS  # noqa: E402
 from trt_kvcache.checkpoint.quantized.super_blocks import SUPER_BLOCK_NBYTES  # noqa: E402
@@ -51,7 +52,8 @@ def table() -> str:
         types = " | ".join(_types(kinds, capability) or "no" for capability in capabilities)
         lines.append(f"| {name} | {method} | yes | {types} |")
     in_16_bits = " | ".join(["16 bits"] * len(capabilities))
-    lines.append(f"| {GGUF.name} {', '.join(SUPER_BLOCK_NBYTES)} | a `.gguf` file | yes; packed by PyTorch on a GPU only | {in_16_bits} |")
+    in_torch = ", ".join((*SUPER_BLOCK_NBYTES, *MIDDLES))
+    lines.append(f"| {GGUF.name} {in_torch} | a `.gguf` file | yes; packed by PyTorch on a GPU only | {in_16_bits} |")
     return "\n".join(lines)
 
 

@@ -86,7 +86,8 @@ def measured_shares() -> Iterator[tuple[str, str, list[float], str]]:
             yield "`linear`", variant, [row["of_copy"]["ours"] for row in rows], "linear"
     experts = [row for row in of_table(read("experts")["rows"]) if row["launch"] == "both" and row["mb"] >= LEAST_MB]
     for stored in dict.fromkeys(row["format"] for row in experts):
-        source = "`linear_experts`" if stored == "bfloat16" else "`linear_packed_experts`"
+        packed = "`linear_super_block_experts`" if stored.endswith("_K") else "`linear_packed_experts`"
+        source = "`linear_experts`" if stored == "bfloat16" else packed
         shares = [row["of_copy"]["ours"] for row in experts if row["format"] == stored]
         yield source, f"{stored}, 1 to 8 rows, both products", shares, "experts"
     states = of_table(read("states")["rows"])

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.helpers.assertions import raises
 from tests.helpers.eagle3 import write_head, write_model as write_llama
+from tests.helpers.gguf_experts import write_gguf_experts
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import write_model
 from tests.helpers.mtp import write_mtp_model
@@ -301,6 +302,24 @@ def test_experts_that_pytorch_does_not_keep_packed_have_16_bits(tmp_path: Path, 
     experts = {name for name in names if ".experts." in name}
     assert experts
     assert set(packed) == names - experts
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_super_blocks_that_pytorch_keeps_packed_have_their_stored_size(tmp_path: Path) -> None:
+    """Those of experts too. Q5_0 takes the bytes of Q8_0; the embedding, and matrices in Q5_1, have 16 bits."""
+    pytest.importorskip("gguf")
+    of_attention = {"attn_q": "Q5_K", "attn_k": "Q8_0", "attn_v": "Q5_1", "attn_output": "Q5_0"}
+    types = {**of_attention, "output": "Q6_K", "exps": "Q4_K", "token_embd": "Q4_K"}
+    path = write_gguf_experts(tmp_path, types, head_dim=16)
+    with Checkpoint.open(path) as checkpoint:
+        packed, shapes = TorchMemory.of(checkpoint).packed, tensor_shapes(checkpoint.config)
+    bits = {"lm_head": 210 / 32, ".experts.": 144 / 32, "q_proj": 176 / 32, "k_proj": 34 / 4, "o_proj": 34 / 4}
+    expected = {
+        name: math.prod(shape) * bits[part] / 8 for name, shape in shapes.items() for part in bits if part in name and len(shape) == 2
+    }
+    assert dict(packed) == expected
+    (fit,) = [fit for fit in what_fits(path, 10**9, dtype="bfloat16") if fit.kv_scales is None]
+    assert (fit.weights, fit.engine) == ("GGUF", "torch")
 
 
 def test_in_float32_pytorch_has_neither_packed_weights_nor_k_and_v_in_8_bits(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ OWN_PROCESS = (
     "test_super_block_kernels",
     "test_expert_kernels",
     "test_packed_expert_kernels",
+    "test_super_block_expert_kernels",
 )
 ELSEWHERE = " or ".join((ATTENTION, *OWN_PROCESS))
 #: Copies, compaction and lengths: what every sequence passes through.
@@ -170,7 +171,10 @@ EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts
 ROUTER_TESTS, ROUTER = "test_router_kernels.py", "router.cu"
 PACKED_EXPERT_TESTS, PACKED_EXPERTS = "test_packed_expert_kernels.py", "linear/packed_expert_weights.cuh"
 TILE_TESTS, EXPERT_TILES, EXPERT_ORDER = "test_expert_tile_kernels.py", "linear/expert_tiles.cuh", "expert_order.cu"
-TILES_INTO, TILES_OUT, TILE_ORDER = (f"{TILE_TESTS}::test_{name}" for name in ("products_into", "products_out", "order_and_row_tiles"))
+TILES_INTO, TILES_OUT, TILE_ORDER = (
+    f"{TILE_TESTS}::test_{name}" for name in ("products_into_experts", "products_out_of_experts", "order_and_row_tiles")
+)
+SUPER_BLOCK_EXPERT_TESTS, SUPER_BLOCK_EXPERTS = "test_super_block_expert_kernels.py", "linear/super_block_expert_weights.cuh"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -1251,7 +1255,7 @@ MISTAKES = {
         "cp_async_wait_group<kStages - 1>()",
         "none",
         TILES_INTO,
-        "test_products_into",
+        "AssertionError",
     ),
     "rows of x behind those of a tile": (EXPERT_TILES, "min(row, tile.count - 1)", "row", "address", TILES_OUT, OVERRUN),
     "rows of x in the order of pairs": (
@@ -1262,23 +1266,23 @@ MISTAKES = {
         TILES_INTO,
         OVERRUN,
     ),
-    "products in the order of experts": (EXPERT_TILES, ": params.order[place];", ": place;", "none", TILES_OUT, "test_products_out"),
+    "products in the order of experts": (EXPERT_TILES, ": params.order[place];", ": place;", "none", TILES_OUT, "AssertionError"),
     "the bias of the gate for up": (
         EXPERT_TILES,
         "first_bias + params.outputs",
         "first_bias",
         "none",
         TILES_INTO,
-        "test_products_into",
+        "AssertionError",
     ),
-    "fragments of the first expert": (EXPERT_TILES, "begin(tile.expert, ", "begin(0, ", "none", TILES_INTO, "test_products_into"),
+    "fragments of the first expert": (EXPERT_TILES, "begin(tile.expert, ", "begin(0, ", "none", TILES_INTO, "AssertionError"),
     "a fragment for another one": (
         EXPERT_TILES,
         "weights.load(held[i], (fragment + kDepth)",
         "weights.load(held[i], fragment",
         "none",
-        f"{TILE_TESTS}::test_packed_products_out",
-        "test_packed_products_out",
+        f"{TILE_TESTS}::test_packed_products_out_of_experts",
+        "AssertionError",
     ),
     "row tiles of two experts in one place": (
         EXPERT_ORDER,
@@ -1286,16 +1290,30 @@ MISTAKES = {
         "begin = first / kept",
         "none",
         TILE_ORDER,
-        "test_order",
+        "AssertionError",
     ),
-    "row tiles that leave out rows": (EXPERT_ORDER, "(count + used - 1) / used : 0", "count / used : 0", "none", TILE_ORDER, "test_order"),
+    "row tiles that leave out rows": (
+        EXPERT_ORDER,
+        "(count + used - 1) / used : 0",
+        "count / used : 0",
+        "none",
+        TILE_ORDER,
+        "AssertionError",
+    ),
+        EXPERT_ORDER,
+        "(count + used - 1) / used : 0",
+        "count / used : 0",
+        "none",
+        TILE_ORDER,
+        "AssertionError",
+    ),
     "pairs of later warps in the first places": (
         EXPERT_ORDER,
         "if (other < warp) place +=",
         "if (other < 0) place +=",
         "none",
         TILE_ORDER,
-        "test_order",
+        "AssertionError",
     ),
     "sums with the weight of the first choice": (
         EXPERT_ORDER,
@@ -1303,7 +1321,47 @@ MISTAKES = {
         "weights[row * choices]",
         "none",
         TILES_OUT,
-        "test_products_out",
+        "AssertionError",
+    ),
+    "an expert in super-blocks as large as its gate": (
+        SUPER_BLOCK_EXPERTS,
+        "(2 * expert + x) * tiles",
+        "(expert + x) * tiles",
+        "none",
+        SUPER_BLOCK_EXPERT_TESTS,
+        "test_products_into_experts",
+    ),
+    "up in the place after the gate, of experts in super-blocks": (
+        SUPER_BLOCK_EXPERTS,
+        "(2 * expert + x) * tiles + tile",
+        "2 * expert * tiles + tile + x",
+        "none",
+        SUPER_BLOCK_EXPERT_TESTS,
+        "test_products_into_experts",
+    ),
+    "a tile of the next expert in super-blocks": (
+        SUPER_BLOCK_EXPERTS,
+        "min(tile * kTiles + x, tiles - 1)",
+        "(tile * kTiles + x)",
+        "address",
+        SUPER_BLOCK_EXPERT_TESTS,
+        OVERRUN,
+    ),
+    "one tile of experts in super-blocks for all": (
+        SUPER_BLOCK_EXPERTS,
+        "start(weight_tile(expert, tile, x))",
+        "start(weight_tile(expert, 0, x))",
+        "none",
+        SUPER_BLOCK_EXPERT_TESTS,
+        "test_products_",
+    ),
+    "the first fragment of an expert in super-blocks for all": (
+        SUPER_BLOCK_EXPERTS,
+        "starts_[x], input / kFragmentInputs,",
+        "starts_[x], 0 * input,",
+        "none",
+        SUPER_BLOCK_EXPERT_TESTS,
+        "test_products_",
     ),
     "FP4 without signs": (PACKED_VALUES, "(high & kSigns) | ", "", "none", PACKED_EXPERT_TESTS, "test_products_into_experts"),
     "FP4 that is too small": (PACKED_VALUES, "0x7E807E80", "0x7E007E00", "none", PACKED_EXPERT_TESTS, "test_products_into_experts"),

@@ -21,10 +21,9 @@ need_torch()
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from trt_kvcache import Checkpoint, HostMemory, InferenceSession  # noqa: E402
+from trt_kvcache import Checkpoint, InferenceSession  # noqa: E402
 from trt_kvcache.model import MlpConfig, RouterConfig  # noqa: E402
 from trt_kvcache.reference.router import route as route_in_numpy  # noqa: E402
-from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.experts import MAX_FIXED_ROWS, FixedProducts, SortedProducts  # noqa: E402
 from trt_kvcache.torch_engine.grouped_experts import GroupedProducts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
@@ -54,7 +53,7 @@ def experts_of(config: MlpConfig, count: int) -> Experts:
 def products() -> tuple[SortedProducts, FixedProducts, GroupedProducts]:
     elementwise = Elementwise()
     by_loop = SortedProducts(Projections(elementwise))
-    return by_loop, FixedProducts(by_loop, elementwise), GroupedProducts(no_products, elementwise, None, DeviceViews(HostMemory()), None)
+    return by_loop, FixedProducts(by_loop, elementwise), GroupedProducts(no_products, elementwise)
 
 
 def no_products(rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -115,7 +114,7 @@ def test_rows_of_odd_sizes_are_not_grouped() -> None:
     given = torch.zeros((2, 6)), torch.tensor([[0], [1]]), torch.ones((2, 1))
     experts = Experts(config=MLPS["gated"], inputs=torch.zeros((3, 16, 6)), inputs_bias=None, down=torch.zeros((3, 6, 8)), down_bias=None)
     called = []
-    grouped = GroupedProducts(lambda *given: called.append(given) or given[0], Elementwise(), None, DeviceViews(HostMemory()), None)
+    grouped = GroupedProducts(lambda *given: called.append(given) or given[0], Elementwise())
     grouped(*given, experts)
     assert called == [(*given, experts)]
 

@@ -28,7 +28,6 @@ from trt_kvcache.engine.decoder_cache import cache_config, decoder_cache_config 
 from trt_kvcache.errors import CaptureError, EngineError  # noqa: E402
 from trt_kvcache.model import MlpConfig  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine, device, engine  # noqa: E402
-from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.experts import SortedProducts  # noqa: E402
 from trt_kvcache.torch_engine.grouped_experts import GroupedProducts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
@@ -129,7 +128,7 @@ def test_products_of_many_rows_with_experts(dtype):
     experts = Experts(config=config, inputs=normal(9, 96, 64), inputs_bias=normal(9, 96), down=normal(9, 64, 48), down_bias=normal(9, 64))
     rows, chosen = normal(150, 64), torch.stack([torch.randperm(8, generator=random, device="cuda")[:3] for _ in range(150)])
     weights, elementwise = torch.rand((150, 3), generator=random, device="cuda"), Elementwise()
-    grouped = GroupedProducts(None, elementwise, None, DeviceViews(CudaMemory()), None)
+    grouped = GroupedProducts(None, elementwise)
     found = grouped(rows, chosen, weights, experts)
     expected = SortedProducts(Projections(elementwise))(rows, chosen, weights, experts)
     assert (found - expected).abs().max() <= TOLERANCES[str(dtype).removeprefix("torch.")] * expected.abs().max()

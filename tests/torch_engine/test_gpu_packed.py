@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.helpers.gguf_experts import Q4_K_M_EXPERTS, write_gguf_experts
 from tests.helpers.gguf_files import random_super_blocks, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint
 from tests.helpers.models import changed_model, write_model
@@ -251,6 +252,14 @@ def test_experts_in_fp8(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_experts_in_mxfp4(dtype):
     with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
+        check_experts(checkpoint, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("types", [Q4_K_M_EXPERTS, {"down_exps": "Q8_0", "exps": "Q5_K"}], ids=["Q4_K_M", "with Q8_0"])
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_experts_in_super_blocks(tmp_path, types, dtype):
+    with Checkpoint.open(write_gguf_experts(tmp_path, types, num_experts_per_tok=7)) as checkpoint:
         check_experts(checkpoint, dtype)
 
 

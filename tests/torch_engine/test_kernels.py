@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.assertions import assert_close
+from tests.helpers.gguf_experts import Q4_K_M_EXPERTS, write_gguf_experts
 from tests.helpers.gguf_files import Q4_K_M, write_q4_k_m
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.models import HYBRID_TOLERANCES, changed_model, hybrid_model, sinks_model, write_model
@@ -36,8 +37,6 @@ from trt_kvcache.model import MlpConfig, RoutedMlpConfig  # noqa: E402
 from trt_kvcache.torch_engine import (  # noqa: E402
     TorchEngine,
     engine,
-    experts as experts_module,
-    grouped_experts,
     kernel_adapted_projections,
     kernel_experts,
     kernel_projections,
@@ -51,7 +50,6 @@ from trt_kvcache.torch_engine import (  # noqa: E402
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.experts import FixedProducts, SortedProducts  # noqa: E402
-from trt_kvcache.torch_engine.grouped_experts import GroupedProducts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, Experts, Projections  # noqa: E402
 from trt_kvcache.torch_engine.routed_mlp import RoutedMlp  # noqa: E402
 from trt_kvcache.torch_engine.row_lookup import HostRows  # noqa: E402
@@ -71,7 +69,6 @@ LAUNCHED = {
     kernel_router: ("router_logits", "choose_experts"),
     kernel_projections: ("linear", "linear_gated_mul"),
     packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize", "gather_columns"),
-    grouped_experts: ("packed_dequantize",),
     row_lookup: ("embed",),
     state_kernels: ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"),
 }
@@ -579,18 +576,24 @@ def test_rounded_experts_agree_with_the_reference_engine(memory, calls, name, ch
     assert calls[launched] == calls["expert_down"] > 0
 
 
-def test_packed_experts_of_many_rows_are_dequantized_one_at_a_time(memory, calls, monkeypatch):
-    """Those that the kernels for prompts do not take; experts that no row has chosen are not."""
-    monkeypatch.setattr(tiled_experts, "fits_tiles", lambda experts: False)
-    monkeypatch.setattr(experts_module, "MAX_FIXED_ROWS", 4)
-    monkeypatch.setattr(packed_projections, "MAX_PACKED_ROWS", 0)
-    monkeypatch.setattr(packed_projections, "WORKSPACE_WEIGHTS", 64 * 64)
-    with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
-        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
+#: Types of experts, and the dtype: several types of super-blocks, one, and blocks of 32 inputs next to them.
+EXPERT_TYPES = {
+    "Q4_K_M": (Q4_K_M_EXPERTS, "float16"),
+    "Q5_K": ({"exps": "Q5_K"}, "bfloat16"),
+    "Q6_K and Q8_0": ({"down_exps": "Q8_0", "exps": "Q6_K"}, "float16"),
+    "Q4_0 and Q5_0": ({"down_exps": "Q5_0", "exps": "Q4_0", "attn_q": "Q5_0"}, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize(("types", "dtype"), EXPERT_TYPES.values(), ids=EXPERT_TYPES)
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_experts_of_gguf_files_agree_with_the_reference_engine(memory, calls, tmp_path, types, dtype):
+    with Checkpoint.open(write_gguf_experts(tmp_path, types)) as checkpoint:
+        session, reference = packed_expert_sessions(memory, checkpoint, dtype)
     with session, reference:
-        check_agreement(session, reference, TOLERANCES["bfloat16"])
-    assert calls["expert_up"] == 3 * 3, "the second chunk and two decode steps"
-    assert 0 < calls["packed_dequantize"] <= 3 * 5 * 2, "both matrices of 5 experts of 3 layers, at most"
+        check_agreement(session, reference, TOLERANCES[dtype])
+    assert calls["expert_up silu_mul"] == calls["expert_down"] > 0
+    assert calls["packed_dequantize"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*activations are not quantized")
@@ -606,26 +609,27 @@ def test_fp8_experts_agree_with_the_reference_engine(memory, calls, tmp_path):
     assert calls["packed_linear"] > 0
 
 
-@pytest.mark.parametrize("held", [1, 3, 9])
-def test_packed_experts_of_many_rows_are_multiplied_in_groups(memory, calls, held):
-    """As on a GPU, ``held`` of 5 experts at a time, one of which no row has chosen."""
-    with Checkpoint.open(GOLDEN / "gpt_oss-mxfp4") as checkpoint:
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+@pytest.mark.parametrize("stored", ["mxfp4", "Q4_K_M"])
+def test_packed_experts_of_many_rows(memory, calls, tmp_path, monkeypatch, stored):
+    """In two parts, one of which is empty but for a row; nobody has chosen expert 2."""
+    monkeypatch.setattr(tiled_experts, "_MAX_ROWS", 39)
+    folder = GOLDEN / "gpt_oss-mxfp4" if stored == "mxfp4" else write_gguf_experts(tmp_path, Q4_K_M_EXPERTS)
+    with Checkpoint.open(folder) as checkpoint:
         session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
     with session, reference:
         experts = next(block.part for block in session.engine._weights.blocks if isinstance(block.part, RoutedMlp)).experts
-        count, outputs, inputs = experts.inputs.shape
-        random, stream, elementwise = torch.Generator().manual_seed(1), memory.create_stream(), Elementwise()
-        workspace = torch.empty(held * outputs * inputs, dtype=torch.bfloat16)
-        grouped = GroupedProducts(None, elementwise, workspace, DeviceViews(memory), stream)
+        count, _, inputs = experts.inputs.shape
+        random, elementwise = torch.Generator().manual_seed(1), Elementwise()
+        tiled = tiled_experts.TiledExperts(None, elementwise, DeviceViews(memory), memory.create_stream())
         rows = torch.randn((40, inputs), generator=random).bfloat16()
         chosen = torch.stack([torch.randperm(count - 1, generator=random)[:2] for _ in rows])
-        chosen += chosen >= 2  # nobody has 2
+        chosen += chosen >= 2
         weights = torch.rand((40, 2), generator=random)
-        found = grouped(rows, chosen, weights, experts)
+        found = tiled(rows, chosen, weights, experts)
         expected = SortedProducts(Projections(elementwise))(rows, chosen, weights, experts)
     assert (found.float() - expected.float()).abs().max() <= 2**-6 * expected.float().abs().max()
-    of_both = {1: 4 + 3, 3: 2 + 1, 9: 1 + 1}  # the workspace holds twice as many matrices out of experts as into them
-    assert calls["packed_dequantize"] == of_both[held]
+    assert calls["expert_tiles_down"] == calls["weighted_sums"] == 2
 
 
 def test_packed_experts_take_what_memory_fit_counts(memory, calls):

@@ -14,9 +14,12 @@ need_torch()
 import torch  # noqa: E402
 
 from trt_kvcache import Checkpoint, HostMemory  # noqa: E402
+from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks  # noqa: E402
 from trt_kvcache.kernels.super_block_layout import dequantized_super_blocks  # noqa: E402
 from trt_kvcache.torch_engine import super_block_weight  # noqa: E402
+from trt_kvcache.torch_engine.packed_stack import stack_of  # noqa: E402
+from trt_kvcache.torch_engine.packing import packed_weight  # noqa: E402
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight, joined_super_blocks  # noqa: E402
 from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
 
@@ -94,14 +97,38 @@ def test_factors_whose_values_the_dtype_cannot_hold_are_not_packed(kind, factor)
 @KINDS
 def test_joined(kind):
     arrays = [stored(kind, (32, 256), seed=1), stored(kind, (21, 256), seed=2)]
-    check(joined_super_blocks(*(packed(kind, array) for array in arrays)), np.concatenate([values_of(kind, array) for array in arrays]))
+    check(joined_super_blocks([packed(kind, array) for array in arrays]), np.concatenate([values_of(kind, array) for array in arrays]))
 
 
 def test_others_are_not_joined():
     first = packed("Q4_K", stored("Q4_K"))
-    assert joined_super_blocks(first, packed("Q5_K", stored("Q5_K"))) is None
-    assert joined_super_blocks(first, packed("Q4_K", stored("Q4_K", (48, 256)))) is None
-    assert joined_super_blocks(packed("Q4_K", stored("Q4_K", (24, 512))), first) is None
+    assert joined_super_blocks((first, packed("Q5_K", stored("Q5_K")))) is None
+    assert joined_super_blocks((first, packed("Q4_K", stored("Q4_K", (48, 256))))) is None
+    assert joined_super_blocks((packed("Q4_K", stored("Q4_K", (24, 512))), first)) is None
+
+
+@KINDS
+def test_stacks(kind):
+    """Gate and up of three experts."""
+    arrays = [stored(kind, (32, 256), seed=seed) for seed in range(6)]
+    stack = stack_of([packed(kind, array) for array in arrays], 3)
+    assert (len(stack), stack.shape) == (3, (3, 64, 256))
+    assert (stack.tensors.outputs, stack.tensors.expert_variant("float16")) == (64, f"linear_super_block_experts-float16-8-{kind.lower()}")
+    for index, matrix in enumerate(np.array(arrays).reshape(3, 64, -1)):
+        check(stack[index], values_of(kind, matrix))
+
+
+def test_stacks_of_several_types():
+    first, others = packed("Q4_K", stored("Q4_K")), [packed("Q6_K", stored("Q6_K")), int8_weight(48, 256)]
+    for other in others:
+        assert stack_of([first, other], 2) is None
+        assert stack_of([other, first], 1) is None
+    assert stack_of([packed("Q4_K", stored("Q4_K", (24, 256))) for _ in range(2)], 2) is None, "no whole tiles"
+
+
+def int8_weight(outputs, inputs):
+    weight = rounded_to_nearest(np.random.default_rng(0).standard_normal((outputs, inputs)).astype(np.float32), "int8", "float16")
+    return packed_weight([weight], "float16", Upload(CPU), HostMemory())
 
 
 class TestCheckpoint:

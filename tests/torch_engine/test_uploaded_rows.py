@@ -29,6 +29,7 @@ from trt_kvcache.dtypes import numpy_dtype  # noqa: E402
 from trt_kvcache.torch_engine import checkpoint_tensors, offset_block_rows, super_block_rows, uploaded_rows  # noqa: E402
 from trt_kvcache.torch_engine.checkpoint_tensors import CheckpointTensors  # noqa: E402
 from trt_kvcache.torch_engine.offset_block_rows import dequantized_offset_blocks  # noqa: E402
+from trt_kvcache.torch_engine.packing import packed_weight  # noqa: E402
 from trt_kvcache.torch_engine.super_block_rows import dequantized_super_blocks  # noqa: E402
 from trt_kvcache.torch_engine.upload import Upload  # noqa: E402
 from trt_kvcache.torch_engine.uploaded_rows import UploadedRows, dequantized, joined_rows  # noqa: E402
@@ -160,6 +161,21 @@ def test_offset_blocks(monkeypatch, kind, dtype, device):
     matrix = offset_blocks(kind, scales)
     expected = gguf.quants.dequantize(matrix.stored, gguf.GGMLQuantizationType[kind]).astype(numpy_dtype(dtype))
     check(dequantized_offset_blocks(matrix, getattr(torch, dtype), Upload(torch.device(device))), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_q5_0_as_integers(dtype):
+    """Bit for bit, on the host and in the layout of the kernels."""
+    matrix = offset_blocks("Q5_0", (np.random.default_rng(1).standard_normal((37, 4, 2)) * 0.01).astype(np.float16))
+    expected = gguf.quants.dequantize(matrix.stored, gguf.GGMLQuantizationType.Q5_0).astype(numpy_dtype(dtype))
+    weight = matrix.as_int8()
+    np.testing.assert_array_equal(weight.dequantized(dtype), expected)
+    rows = [slice(16, 32), [32, 3, 3]]
+    packed = packed_weight([weight.rows(some) for some in rows], dtype, Upload(torch.device("cpu")), HostMemory())
+    assert (packed.kind, packed.scales.dtype, packed.zero_points) == ("int8", torch.float16, None)
+    check(packed.dequantized(), np.concatenate([expected[some] for some in rows]))
+    for kind in ("Q4_1", "Q5_1"):
+        assert offset_blocks(kind, np.ones((3, 2, 2), np.float16)).as_int8() is None
 
 
 @pytest.mark.parametrize("kind", OFFSET_PLANES)

@@ -24,6 +24,9 @@ from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 #: Kinds of quantized values that the engine keeps packed, and the largest share that its layout adds to them.
 _PACKED_KINDS, _PADDING = frozenset({"int4", "uint4", "int8", "uint8", "e4m3"}), 0.03
 
+#: Bits of a weight in blocks of GGUF that it keeps packed: as in the file, and those of int8 for Q5_0.
+_BLOCK_BITS = {"Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625, "Q5_0": 8.5}
+
 #: FP4 is kept packed in these formats, by their titles; in the second one neither weights of experts, nor matrices with factors of inputs.
 _MXFP4, _NVFP4, _FACTORS = "MXFP4", "NVFP4", "AWQ"
 
@@ -61,10 +64,13 @@ class TorchMemory:
         if is_nvfp4 or _ACT_ORDER in title:
             names -= expert_tensors(checkpoint.config)
         has_rows = checkpoint.config.per_layer_embedding is not None and table_blocks(checkpoint, PER_LAYER_EMBEDDING) is not None
-        packed = _matrices(checkpoint.config) & names | ({PER_LAYER_EMBEDDING} if has_rows else set())
+        matrices = _matrices(checkpoint.config)
+        packed = matrices & names | ({PER_LAYER_EMBEDDING} if has_rows else set())
         adapters = None if adapters_rank is None else AdapterInputs.of(checkpoint.config, rank=padded_rank(adapters_rank))
         on_host = frozenset({PER_LAYER_EMBEDDING} if has_host_table else ())
-        sizes = {name: checkpoint.nbytes_of(name) for name in packed}
+        shapes, types = tensor_shapes(checkpoint.config), {name: checkpoint.block_type(name) for name in matrices}
+        sizes: dict[str, float] = {name: checkpoint.nbytes_of(name) for name in packed}
+        sizes |= {name: math.prod(shapes[name]) * _BLOCK_BITS[kind] / 8 for name, kind in types.items() if kind in _BLOCK_BITS}
         return cls(checkpoint.config, sizes, adapters, on_host, None if head is None else cls.of(head))
 
     def rounded(self, quantize: str) -> TorchMemory:

@@ -25,7 +25,7 @@ from trt_kvcache.checkpoint.kv_scales import LayerScales, read_kv_scales
 from trt_kvcache.checkpoint.model_files import CONFIG_FILE, ModelFiles
 from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
 from trt_kvcache.checkpoint.quantized.gguf import GGUF
-from trt_kvcache.checkpoint.quantized.offset_blocks import OffsetBlocks
+from trt_kvcache.checkpoint.quantized.offset_blocks import MIDDLES, OffsetBlocks
 from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import RoundedWeight, rounded_weights
@@ -474,6 +474,27 @@ class Checkpoint:
         file = self._gguf_file(name)
         return None if file is None else file.super_blocks(name)
 
+    def block_type(self, name: str) -> str | None:
+        """Return the type of a matrix of which :meth:`super_blocks` or :meth:`offset_blocks` returns the blocks. No weights are read.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Returns
+        -------
+        str or None
+            Such as ``"Q4_K"``; None where both methods return None.
+
+        Raises
+        ------
+        ClosedError
+            The checkpoint is closed.
+        """
+        file = self._gguf_file(name)
+        return None if file is None else file.block_type(name)
+
     def offset_blocks(self, name: str) -> OffsetBlocks | None:
         """Return a matrix in Q4_1, Q5_0 or Q5_1 as a GGUF file stores it: :meth:`tensor` returns its values.
 
@@ -694,7 +715,7 @@ def _read_config(folder: Path, read: Callable[..., ModelConfig]) -> tuple[ModelC
 
 
 def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
-    kinds, in_torch = sorted(set(gguf.dequantized.values())), ", ".join(SUPER_BLOCK_NBYTES)
+    kinds, in_torch = sorted(set(gguf.dequantized.values())), ", ".join((*SUPER_BLOCK_NBYTES, *MIDDLES))
     return (
         f"{gguf.path}: {len(gguf.dequantized)} tensor(s) in {' and '.join(kinds)} are dequantized when they are read, to "
         f"{config.dtype} or the dtype that is asked for, unless PyTorch on a GPU keeps them packed ({in_torch}). "

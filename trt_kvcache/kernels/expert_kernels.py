@@ -16,8 +16,8 @@ from trt_kvcache.kernels.kernel import Kernel
 from trt_kvcache.kernels.launch import address, launch, starts_early
 from trt_kvcache.kernels.linear_tiles import TILE_ROWS, LinearPlan, expert_plan, linear_plan
 from trt_kvcache.kernels.packed_layout import count_tiles
-from trt_kvcache.kernels.packed_tensors import PackedTensors
-from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, PACKED_EXPERT_SOURCE, packed_variant_name, variant_name
+from trt_kvcache.kernels.packed_tensors import PackedMatrix
+from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, variant_name
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import ClampedSwiGLU
 
@@ -32,7 +32,7 @@ Epilogue: TypeAlias = str | ClampedSwiGLU
 
 
 #: Matrices of all experts.
-ExpertWeights: TypeAlias = DeviceTensor | PackedTensors
+ExpertWeights: TypeAlias = DeviceTensor | PackedMatrix
 
 
 # --- NumPy, for host memory ---
@@ -87,13 +87,13 @@ def epilogue_results(epilogue: Epilogue, product: Array) -> Array:
 
 def array_product(rows: Array, weight: ExpertWeights, bias: DeviceTensor | None, expert: int) -> Array:
     """Return the product with an expert in float32."""
-    matrix = weight.on_host(rows.dtype, expert) if isinstance(weight, PackedTensors) else array_of(weight)[expert]
+    matrix = array_of(weight)[expert] if isinstance(weight, DeviceTensor) else weight.on_host(rows.dtype, expert)
     with np.errstate(invalid="ignore"):  # infinity times a weight of 0
         product: Array = rows.astype(np.float32) @ matrix.astype(np.float32).T
     return product if bias is None else product + array_of(bias)[expert].astype(np.float32)
 
 
-# --- CUDA: launches of plugins/linear/experts.cu and packed_experts.cu ---
+# --- CUDA: launches of plugins/linear/experts.cu, packed_experts.cu and super_block_experts.cu ---
 
 
 _WARP = 32
@@ -146,13 +146,12 @@ def _launch(
     memory: Any = out.memory
     of_rows = (address(bias), out.ptr, chosen.ptr, address(router_weights))
     sizes = (*chosen.shape, out.shape[-1], x.shape[-1], plan.tiles, plan.tile_outputs, *limits)
-    if isinstance(weight, PackedTensors):
-        source = packed_variant_name(PACKED_EXPERT_SOURCE, x.dtype, TILE_ROWS, weight.kind, weight.scales.dtype)
-        name = f"packed_{name}" if weight.zero_points is None else f"packed_zero_points_{name}"
-        arguments: tuple[Any, ...] = (x.ptr, *weight.pointers, *of_rows, *sizes, *weight.numbers)
-    else:
+    if isinstance(weight, DeviceTensor):
         source = variant_name(EXPERT_SOURCE, x.dtype, TILE_ROWS)
-        arguments = (x.ptr, weight.ptr, *of_rows, *sizes)
+        arguments: tuple[Any, ...] = (x.ptr, weight.ptr, *of_rows, *sizes)
+    else:
+        source, name = weight.expert_variant(x.dtype), f"{weight.prefix}_{name}"
+        arguments = (x.ptr, *weight.pointers, *of_rows, *sizes, *weight.numbers)
     launch(
         memory,
         source,
@@ -167,11 +166,11 @@ def _launch(
 
 def _count(weight: ExpertWeights) -> int:
     """Return the number of experts."""
-    return len(weight.values) // count_tiles(weight.outputs) if isinstance(weight, PackedTensors) else len(weight)
+    return len(weight) if isinstance(weight, DeviceTensor) else len(weight.values) // count_tiles(weight.outputs)
 
 
 def _kind(weight: ExpertWeights) -> str | None:
-    return weight.kind if isinstance(weight, PackedTensors) else None
+    return None if isinstance(weight, DeviceTensor) else weight.kind
 
 
 # --- without checks, for engines ---

@@ -19,8 +19,8 @@ from trt_kvcache.kernels.host_arrays import array_of
 from trt_kvcache.kernels.kernel import Kernel
 from trt_kvcache.kernels.launch import address, launch, starts_early
 from trt_kvcache.kernels.linear_tiles import LARGE_TILE, SMALL_TILE, TILED_ROWS, TILED_SHARED_NBYTES, TILED_WARPS
-from trt_kvcache.kernels.packed_tensors import PackedTensors
-from trt_kvcache.kernels.source_variants import EXPERT_TILE_SOURCE, PACKED_EXPERT_TILE_SOURCE, packed_variant_name, variant_name
+from trt_kvcache.kernels.packed_tensors import PackedMatrix
+from trt_kvcache.kernels.source_variants import EXPERT_TILE_SOURCE, variant_name
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import ClampedSwiGLU
 
@@ -60,12 +60,12 @@ def _down_on_host(
             array_of(out)[array_of(order)[some]] = array_product(array_of(x)[some], weight, bias, expert)
 
 
-def _linear_on_host(x: DeviceTensor, weight: PackedTensors, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
+def _linear_on_host(x: DeviceTensor, weight: PackedMatrix, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
     product = array_product(array_of(x), weight, None, 0)
     array_of(out)[:] = product if bias is None else product + array_of(bias).astype(product.dtype)
 
 
-# --- CUDA: launches of plugins/linear/expert_tiles.cu and packed_expert_tiles.cu ---
+# --- CUDA: launches of plugins/linear/expert_tiles.cu, packed_expert_tiles.cu and super_block_expert_tiles.cu ---
 
 
 _WARP = 32
@@ -96,7 +96,7 @@ def _down_on_device(
     _launch("linear", x, weight, bias, order, row_tiles, 0, out, stream)
 
 
-def _linear_on_device(x: DeviceTensor, weight: PackedTensors, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
+def _linear_on_device(x: DeviceTensor, weight: PackedMatrix, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
     _launch("linear", x, weight, bias, None, None, 0, out, stream)
 
 
@@ -119,13 +119,12 @@ def _launch(
     of_rows = (address(bias), out.ptr, address(order), address(row_tiles))
     sizes = (len(x), choices, outputs, x.shape[1], of_warp, *limits)
     name = f"expert_tiles_{name}"
-    if isinstance(weight, PackedTensors):
-        source = packed_variant_name(PACKED_EXPERT_TILE_SOURCE, x.dtype, TILED_ROWS, weight.kind, weight.scales.dtype)
-        name = f"{weight.prefix}_{name}"
-        arguments: tuple[Any, ...] = (x.ptr, *weight.pointers, *of_rows, *sizes, *weight.numbers)
-    else:
+    if isinstance(weight, DeviceTensor):
         source = variant_name(EXPERT_TILE_SOURCE, x.dtype, TILED_ROWS)
-        arguments = (x.ptr, weight.ptr, *of_rows, *sizes)
+        arguments: tuple[Any, ...] = (x.ptr, weight.ptr, *of_rows, *sizes)
+    else:
+        source, name = weight.expert_tile_variant(x.dtype), f"{weight.prefix}_{name}"
+        arguments = (x.ptr, *weight.pointers, *of_rows, *sizes, *weight.numbers)
     tiles = -(-len(x) // TILED_ROWS) if row_tiles is None else len(row_tiles)
     launch(
         memory,

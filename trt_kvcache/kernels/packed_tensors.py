@@ -10,15 +10,25 @@ import numpy as np
 
 from trt_kvcache.kernels.host_arrays import Array, array_of
 from trt_kvcache.kernels.launch import address
+from trt_kvcache.kernels.linear_tiles import TILE_ROWS, TILED_ROWS
 from trt_kvcache.kernels.nvfp4_scales import NVFP4_UNIT, nvfp4_scales
 from trt_kvcache.kernels.packed_layout import MIDDLES, count_tiles, groups_of, unpack_rows, unpack_values
-from trt_kvcache.kernels.source_variants import PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE, packed_variant_name, variant_name
+from trt_kvcache.kernels.source_variants import (
+    PACKED_EXPERT_SOURCE,
+    PACKED_EXPERT_TILE_SOURCE,
+    PACKED_LINEAR_SOURCE,
+    SUPER_BLOCK_EXPERT_SOURCE,
+    SUPER_BLOCK_EXPERT_TILE_SOURCE,
+    SUPER_BLOCK_SOURCE,
+    packed_variant_name,
+    variant_name,
+)
 from trt_kvcache.kernels.super_block_layout import dequantized_super_blocks
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class PackedMatrix(Protocol):
-    """A packed matrix ``[outputs, inputs]``."""
+    """A packed matrix ``[outputs, inputs]``, or a stack of them: their tiles follow each other, see ``expert_kernels.py``."""
 
     @property
     def kind(self) -> str:
@@ -26,7 +36,11 @@ class PackedMatrix(Protocol):
 
     @property
     def outputs(self) -> int:
-        """Rows."""
+        """Rows of a matrix."""
+
+    @property
+    def values(self) -> DeviceTensor:
+        """Quantized values, uint8 ``[tiles, bytes]``."""
 
     @property
     def prefix(self) -> str:
@@ -43,15 +57,21 @@ class PackedMatrix(Protocol):
     def variant(self, dtype: str, rows: int) -> str:
         """Return the compiled variant for elements of ``dtype``, and rows of ``ROW_COUNTS``."""
 
-    def on_host(self, dtype: np.dtype[Any]) -> Array:
-        """Return the weights of a matrix in host memory."""
+    def expert_variant(self, dtype: str) -> str:
+        """Return the compiled variant for experts."""
+
+    def expert_tile_variant(self, dtype: str) -> str:
+        """Return the compiled variant for the rows of a prompt."""
+
+    def on_host(self, dtype: np.dtype[Any], matrix: int = 0) -> Array:
+        """Return the weights of a matrix of a stack in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensors:
     """A matrix ``[outputs, inputs]``: ``(quantized value - zero point) * scale``, rounded once. Inputs are a multiple of 8."""
 
-    # The layout is that of ``packed_layout.py``; of a stack of matrices the tiles follow each other, see ``expert_kernels.py``.
+    # The layout is that of ``packed_layout.py``.
     # On a GPU weights are read before earlier launches on the stream have ended: none of them may still write them.
     kind: str  # "int4", "int8", "e4m3" without NaN, or "e2m1" with scales e8m0, or e4m3 of NVFP4; the last two without zero points
     outputs: int
@@ -84,10 +104,17 @@ class PackedTensors:
         """See :class:`PackedMatrix`."""
         return packed_variant_name(PACKED_LINEAR_SOURCE, dtype, rows, self.kind, self.scales.dtype)
 
+    def expert_variant(self, dtype: str) -> str:
+        """See :class:`PackedMatrix`."""
+        return packed_variant_name(PACKED_EXPERT_SOURCE, dtype, TILE_ROWS, self.kind, self.scales.dtype)
+
+    def expert_tile_variant(self, dtype: str) -> str:
+        """See :class:`PackedMatrix`."""
+        return packed_variant_name(PACKED_EXPERT_TILE_SOURCE, dtype, TILED_ROWS, self.kind, self.scales.dtype)
+
     def on_host(self, dtype: np.dtype[Any], matrix: int = 0) -> Array:
-        """See :class:`PackedMatrix`; of a matrix of a stack."""
-        shape, count = (self.outputs, self.inputs), count_tiles(self.outputs)
-        tiles = slice(matrix * count, (matrix + 1) * count)
+        """See :class:`PackedMatrix`."""
+        shape, tiles = (self.outputs, self.inputs), _tiles_of(matrix, self.outputs)
         values = unpack_values(array_of(self.values)[tiles], self.kind, shape).astype(np.float32)
         group = groups_of(self.inputs, self.group_shift)
         zero_points: Any = MIDDLES[self.kind]
@@ -128,8 +155,23 @@ class SuperBlockTensors:
         """See :class:`PackedMatrix`."""
         return variant_name(SUPER_BLOCK_SOURCE, dtype, rows, self.kind)
 
-    def on_host(self, dtype: np.dtype[Any]) -> Array:
+    def expert_variant(self, dtype: str) -> str:
         """See :class:`PackedMatrix`."""
-        values, scales, factors = (array_of(tensor) for tensor in (self.values, self.scales, self.factors))
+        return variant_name(SUPER_BLOCK_EXPERT_SOURCE, dtype, TILE_ROWS, self.kind)
+
+    def expert_tile_variant(self, dtype: str) -> str:
+        """See :class:`PackedMatrix`."""
+        return variant_name(SUPER_BLOCK_EXPERT_TILE_SOURCE, dtype, TILED_ROWS, self.kind)
+
+    def on_host(self, dtype: np.dtype[Any], matrix: int = 0) -> Array:
+        """See :class:`PackedMatrix`."""
+        tiles = _tiles_of(matrix, self.outputs)
+        values, scales, factors = (array_of(tensor)[tiles] for tensor in (self.values, self.scales, self.factors))
         found: Array = dequantized_super_blocks(values, scales, factors, self.kind, (self.outputs, self.inputs)).astype(dtype)
         return found
+
+
+def _tiles_of(matrix: int, outputs: int) -> slice:
+    """Return the tiles of a matrix of a stack."""
+    count = count_tiles(outputs)
+    return slice(matrix * count, (matrix + 1) * count)

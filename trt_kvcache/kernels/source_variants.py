@@ -47,9 +47,11 @@ STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "flo
 #: The sources of projections of few rows, with weights in 16 bits, with packed ones, and those in super-blocks; and for chosen experts.
 LINEAR_SOURCE, PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE = "linear", "linear_packed", "linear_super_blocks"
 EXPERT_SOURCE, PACKED_EXPERT_SOURCE = "linear_experts", "linear_packed_experts"
+SUPER_BLOCK_EXPERT_SOURCE = "linear_super_block_experts"
 
 #: The same for the rows of a prompt.
 EXPERT_TILE_SOURCE, PACKED_EXPERT_TILE_SOURCE = "linear_expert_tiles", "linear_packed_expert_tiles"
+SUPER_BLOCK_EXPERT_TILE_SOURCE = "linear_super_block_expert_tiles"
 
 #: The dtypes of scales of packed integers for each dtype of activations.
 SCALE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float16", "float32")}
@@ -86,8 +88,10 @@ def variant_names(source: str) -> list[str]:
         if source == PACKED_LINEAR_SOURCE:  # the only one that knows NVFP4
             formats, counts = [*formats, *((dtype, "e2m1", NVFP4_SCALES) for dtype in SCALE_DTYPES)], ROW_COUNTS
         return [packed_variant_name(source, dtype, rows, kind, scale) for dtype, kind, scale in formats for rows in counts]
-    if source == SUPER_BLOCK_SOURCE:
-        return [variant_name(source, dtype, rows, kind) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS for kind in SUPER_BLOCK_TYPES]
+    if source in (SUPER_BLOCK_SOURCE, SUPER_BLOCK_EXPERT_SOURCE, SUPER_BLOCK_EXPERT_TILE_SOURCE):
+        of_experts = (TILE_ROWS,) if source == SUPER_BLOCK_EXPERT_SOURCE else (TILED_ROWS,)
+        counts = ROW_COUNTS if source == SUPER_BLOCK_SOURCE else of_experts
+        return [variant_name(source, dtype, rows, kind) for dtype in ELEMENT_TYPES for rows in counts for kind in SUPER_BLOCK_TYPES]
     return [source]
 
 
@@ -125,16 +129,20 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
         return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second], "CHUNK_TOKENS": str(chunk_tokens(arch))}
     if source in (LINEAR_SOURCE, PACKED_LINEAR_SOURCE, EXPERT_SOURCE, PACKED_EXPERT_SOURCE, EXPERT_TILE_SOURCE, PACKED_EXPERT_TILE_SOURCE):
         packed, scale = kv_dtype or (None, None)
-        is_tiled = source in (EXPERT_TILE_SOURCE, PACKED_EXPERT_TILE_SOURCE)
-        sizes = expert_tile_macros() if is_tiled else linear_macros(int(second), arch, packed)
-        macros = {macro: str(value) for macro, value in sizes.items()}
+        macros = _product_macros(source, int(second), arch, packed)
         stored = {} if packed is None or scale is None else {"STORED": PACKED_TYPES[packed], "SCALE": _SCALE_TYPES[scale]}
         return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, **macros}
-    if source == SUPER_BLOCK_SOURCE:
-        macros = {macro: str(value) for macro, value in linear_macros(int(second), arch, kv_dtype[0]).items()}
+    if source in (SUPER_BLOCK_SOURCE, SUPER_BLOCK_EXPERT_SOURCE, SUPER_BLOCK_EXPERT_TILE_SOURCE):
+        macros = _product_macros(source, int(second), arch, kv_dtype[0])
         return {"ELEMENT": ELEMENT_TYPES[dtype], "STORED": SUPER_BLOCK_TYPES[kv_dtype[0]], **macros}
     is_tree = _TREE in kv_dtype
     kv_dtype = [one for one in kv_dtype if one != _TREE]
     tiles = {macro: str(value) for macro, value in (QUANTIZED_TILES if kv_dtype else TILES)[source](int(second), arch).items()}
     stored = {"STORED": STORED_TYPES[kv_dtype[0]]} if kv_dtype else {}
     return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, "HEAD_DIM": second, **tiles, **({"TREE": "1"} if is_tree else {})}
+
+
+def _product_macros(source: str, rows: int, arch: str, packed: str | None) -> dict[str, str]:
+    is_tiled = source in (EXPERT_TILE_SOURCE, PACKED_EXPERT_TILE_SOURCE, SUPER_BLOCK_EXPERT_TILE_SOURCE)
+    sizes = expert_tile_macros() if is_tiled else linear_macros(rows, arch, packed)
+    return {macro: str(value) for macro, value in sizes.items()}

@@ -107,14 +107,19 @@ class CheckpointTensors:
         return rounded_weight(chosen, scheme, scales_dtype, self._dtype, self._upload, self._memory)
 
     def _packed_weight(self, name: str, rows: Sequence[slice | list[int]]) -> PackedMatrix | None:
-        weight = self._stored(name)
+        weight = self._stored(name) or self._as_int8(name)
         if weight is None:
             return None
-        if name in self._experts and not _is_known_to_experts(weight):
-            return None
         if isinstance(weight, QuantizedWeight):
+            if name in self._experts and not _is_known_to_experts(weight):
+                return None
             return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
         return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
+
+    def _as_int8(self, name: str) -> QuantizedWeight | None:
+        """Return a weight in blocks of GGUF that are 8-bit integers to the kernels."""
+        offset = self._checkpoint.offset_blocks(name)
+        return None if offset is None else offset.as_int8()
 
     def _stored(self, name: str) -> QuantizedWeight | SuperBlocks | None:
         """Return a weight as it is stored; None if it is not quantized. The last one is kept."""
@@ -124,8 +129,8 @@ class CheckpointTensors:
         return self._last[1]
 
 
-def _is_known_to_experts(weight: QuantizedWeight | SuperBlocks) -> bool:
-    """Return True if the kernels of experts may know the format: they know neither super-blocks, nor act-order, nor NVFP4."""
-    if isinstance(weight, SuperBlocks) or weight.group_index is not None:
-        return False
-    return not (weight.quantized_values.kind == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES))
+def _is_known_to_experts(weight: QuantizedWeight) -> bool:
+    """Return True if the kernels of experts may know the format: they know neither act-order nor NVFP4."""
+    return weight.group_index is None and not (
+        weight.quantized_values.kind == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES)
+    )

@@ -368,7 +368,7 @@ class TorchEngine(DecoderEngine):
             projections = PackedProjections(projections, elementwise, self._workspace, self._views, stream)
         experts: ExpertProducts = SortedProducts(projections)
         if self._device.graphs is not None:
-            many = GroupedProducts(experts, elementwise, self._workspace, self._views, stream)
+            many = GroupedProducts(experts, elementwise)
             experts = FixedProducts(many, elementwise)
         if has_kernels or self._workspace is not None:
             experts = KernelExperts(TiledExperts(experts, elementwise, self._views, stream), elementwise, self._views, stream)

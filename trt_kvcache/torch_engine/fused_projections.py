@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from trt_kvcache.torch_engine.adapter_updates import fused_updates
+from trt_kvcache.torch_engine.joined_matrices import joined_matrices
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection, dense
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
-from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined
+from trt_kvcache.torch_engine.packed_weight import PackedWeight
 from trt_kvcache.torch_engine.stored_weights import StoredWeights, arranged
-from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight, joined_super_blocks
 
 
 def fused(stored: StoredWeights, *names: str) -> TorchProjection:
@@ -61,15 +61,6 @@ def _concatenated(matrices: Sequence[TorchMatrix]) -> TorchMatrix:
 def _packed(matrices: Sequence[PackedMatrix]) -> PackedMatrix | PackedParts:
     parts = [matrices[0]]
     for matrix in matrices[1:]:
-        whole = _joined(parts[-1], matrix)
+        whole = joined_matrices((parts[-1], matrix))
         parts[-1:] = (parts[-1], matrix) if whole is None else (whole,)
     return parts[0] if len(parts) == 1 else PackedParts(tuple(parts))
-
-
-def _joined(first: PackedMatrix, second: PackedMatrix) -> PackedMatrix | None:
-    """Return two matrices as one, or None if the kernels would take them for different ones."""
-    if isinstance(first, PackedWeight) and isinstance(second, PackedWeight):
-        return joined((first, second))
-    if isinstance(first, SuperBlockWeight) and isinstance(second, SuperBlockWeight):
-        return joined_super_blocks(first, second)
-    return None

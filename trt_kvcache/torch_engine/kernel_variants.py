@@ -6,20 +6,9 @@ from collections.abc import Iterator
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, TILE_ROWS, TILED_ROWS
-from trt_kvcache.kernels.source_variants import (
-    EXPERT_SOURCE,
-    EXPERT_TILE_SOURCE,
-    LINEAR_SOURCE,
-    PACKED_EXPERT_SOURCE,
-    PACKED_EXPERT_TILE_SOURCE,
-    TILES,
-    head_dims_of,
-    packed_variant_name,
-    variant_name,
-)
+from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, EXPERT_TILE_SOURCE, LINEAR_SOURCE, TILES, head_dims_of, variant_name
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 
 def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> Iterator[str]:
@@ -42,8 +31,7 @@ def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> It
 
 def packed_variants(weight: PackedMatrix, dtype: str, *, of_expert: bool) -> Iterator[str]:
     """Yield the variants of decode steps for a packed weight, and of prompts for one of an expert."""
-    if of_expert and isinstance(weight, PackedWeight):
-        scales = str(weight.scales.dtype).removeprefix("torch.")
-        yield packed_variant_name(PACKED_EXPERT_SOURCE, dtype, TILE_ROWS, weight.kind, scales)
-        yield packed_variant_name(PACKED_EXPERT_TILE_SOURCE, dtype, TILED_ROWS, weight.kind, scales)
+    if of_expert:
+        yield weight.tensors.expert_variant(dtype)
+        yield weight.tensors.expert_tile_variant(dtype)
     yield weight.tensors.variant(dtype, ROW_COUNTS[0])

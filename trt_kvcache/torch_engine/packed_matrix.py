@@ -32,6 +32,10 @@ class PackedMatrix(ABC):
         """Size on the device."""
 
     @abstractmethod
+    def split(self, count: int) -> Sequence[PackedMatrix]:
+        """Return ``count`` matrices of equal numbers of outputs, whole tiles, over the same memory."""
+
+    @abstractmethod
     def dequantized(self) -> torch.Tensor:
         """Return the matrix by operations of torch, bit for bit as the kernels compute it, with its inputs in order."""
 

@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from trt_kvcache.kernels.packed_tensors import PackedTensors
-from trt_kvcache.torch_engine.packed_weight import PackedWeight, joined
+from trt_kvcache.kernels import packed_tensors
+from trt_kvcache.torch_engine.joined_matrices import joined_matrices
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
+from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 
 @dataclass(frozen=True)
 class PackedStack:
     """Matrices ``[count, outputs, inputs]``, of which ``whole`` has all outputs."""
 
-    whole: PackedWeight
+    whole: PackedMatrix
     count: int
 
     def __len__(self) -> int:
         """Number of matrices."""
         return self.count
 
-    def __getitem__(self, index: int) -> PackedWeight:
+    def __getitem__(self, index: int) -> PackedMatrix:
         """Return a matrix, over the same memory."""
         return self._matrices[index]
 
@@ -33,24 +36,28 @@ class PackedStack:
         return self.count, self.whole.outputs // self.count, self.whole.inputs
 
     @cached_property
-    def tensors(self) -> PackedTensors:
+    def tensors(self) -> packed_tensors.PackedMatrix:
         """The matrices as the kernels take them."""
-        return replace(self.whole.tensors, outputs=self.shape[1])
+        whole: Any = self.whole.tensors
+        found: packed_tensors.PackedMatrix = replace(whole, outputs=self.shape[1])
+        return found
 
     @cached_property
-    def _matrices(self) -> list[PackedWeight]:
-        whole, outputs = self.whole, self.shape[1]
-        zero_points = [None] * self.count if whole.zero_points is None else whole.zero_points.chunk(self.count)
-        parts = zip(whole.values.chunk(self.count), whole.scales.chunk(self.count), zero_points, strict=True)
-        return [replace(whole, outputs=outputs, values=values, scales=scales, zero_points=zeros) for values, scales, zeros in parts]
+    def _matrices(self) -> Sequence[PackedMatrix]:
+        return self.whole.split(self.count)
 
 
-def stack_of(parts: Sequence[PackedWeight], count: int) -> PackedStack | None:
+def stack_of(parts: Sequence[PackedMatrix], count: int) -> PackedStack | None:
     """Return ``count`` matrices of as many parts each, one after another, or None if they are of several formats or no whole tiles."""
-    if len({part.scales.dtype for part in parts}) > 1:
-        parts = [replace(part, scales=part.scales.float()) for part in parts]
-    whole = joined(parts)
+    whole = joined_matrices(_with_scales_of_one_dtype(parts))
     return None if whole is None else PackedStack(whole, count)
+
+
+def _with_scales_of_one_dtype(parts: Sequence[PackedMatrix]) -> Sequence[PackedMatrix]:
+    """Return matrices in groups with scales in float32 if they have several dtypes."""
+    if len({part.scales.dtype for part in parts if isinstance(part, PackedWeight)}) < 2:
+        return parts
+    return [replace(part, scales=part.scales.float()) if isinstance(part, PackedWeight) else part for part in parts]
 
 
 #: Matrices ``[count, outputs, inputs]``.

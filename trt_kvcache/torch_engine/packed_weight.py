@@ -56,6 +56,12 @@ class PackedWeight(PackedMatrix):
         """See :class:`PackedMatrix`."""
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.zero_points, self.order) if tensor is not None)
 
+    def split(self, count: int) -> list[PackedWeight]:
+        """See :class:`PackedMatrix`."""
+        zero_points = [None] * count if self.zero_points is None else self.zero_points.chunk(count)
+        parts, outputs = zip(self.values.chunk(count), self.scales.chunk(count), zero_points, strict=True), self.outputs // count
+        return [replace(self, outputs=outputs, values=values, scales=scales, zero_points=zeros) for values, scales, zeros in parts]
+
     def dequantized(self) -> torch.Tensor:
         """See :class:`PackedMatrix`."""
         columns = self._columns()

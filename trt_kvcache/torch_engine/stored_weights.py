@@ -14,7 +14,6 @@ from trt_kvcache.torch_engine.adapter_updates import AdapterUpdate, LoadUpdates
 from trt_kvcache.torch_engine.operations import TorchProjection
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack, stack_of
-from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 #: Function of a name in Hugging Face transformers: the tensor, on the engine's device and in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
@@ -53,7 +52,7 @@ class StoredWeights(DecoderLayerWeights[torch.Tensor]):
         parts = []
         for part in self._parts_of(names, ".weight"):
             packed = self.load_packed(part.tensor, part.selections)
-            if not isinstance(packed, PackedWeight):
+            if packed is None:
                 return None
             parts.append(packed)
         return stack_of(parts, len(parts) // len(names))

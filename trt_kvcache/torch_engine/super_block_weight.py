@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -72,6 +73,13 @@ class SuperBlockWeight(PackedMatrix):
         """See :class:`PackedMatrix`."""
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.factors))
 
+    def split(self, count: int) -> list[SuperBlockWeight]:
+        """See :class:`PackedMatrix`."""
+        parts = zip(self.values.chunk(count), self.scales.chunk(count), self.factors.chunk(count), strict=True)
+        return [
+            replace(self, outputs=self.outputs // count, values=values, scales=scales, factors=factors) for values, scales, factors in parts
+        ]
+
     def dequantized(self) -> torch.Tensor:
         """See :class:`PackedMatrix`."""
         rows = SuperBlockRows(
@@ -89,14 +97,14 @@ def _bound(factors: torch.Tensor, kind: str) -> float:
     return float(bounds.sum(dim=-1).amax())
 
 
-def joined_super_blocks(first: SuperBlockWeight, second: SuperBlockWeight) -> SuperBlockWeight | None:
+def joined_super_blocks(parts: Sequence[SuperBlockWeight]) -> SuperBlockWeight | None:
     """Return matrices of the same input with concatenated outputs, or None if the kernels would take them for different ones."""
-    if (first.kind, first.inputs) != (second.kind, second.inputs) or first.outputs % FRAGMENT_OUTPUTS:
+    if len({(part.kind, part.inputs) for part in parts}) > 1 or any(part.outputs % FRAGMENT_OUTPUTS for part in parts[:-1]):
         return None
     return replace(
-        first,
-        outputs=first.outputs + second.outputs,
-        values=torch.cat((first.values, second.values)),
-        scales=torch.cat((first.scales, second.scales)),
-        factors=torch.cat((first.factors, second.factors)),
+        parts[0],
+        outputs=sum(part.outputs for part in parts),
+        values=torch.cat([part.values for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        factors=torch.cat([part.factors for part in parts]),
     )

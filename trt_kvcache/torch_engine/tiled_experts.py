@@ -16,14 +16,13 @@ from trt_kvcache.kernels.expert_order_kernels import (
 )
 from trt_kvcache.kernels.expert_tile_kernels import expert_tiles_down_kernel, expert_tiles_up_kernel
 from trt_kvcache.kernels.linear_kernels import GRANULE_NBYTES, INPUT_GRANULE
-from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.torch_engine.device_views import DeviceViews
-from trt_kvcache.torch_engine.grouped_experts import GROUPED_MM_GRANULE, has_grouped_mm
+from trt_kvcache.torch_engine.grouped_experts import fits_grouped_mm
 from trt_kvcache.torch_engine.kernel_experts import epilogue_of, matrices_of
 from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Experts
 from trt_kvcache.torch_engine.packed_stack import MatrixStack, PackedStack
 
-#: Rows of a call: blocks along y of the sums.
+#: Rows that are sorted and multiplied at once: blocks along y of the sums.
 _MAX_ROWS = 65535
 
 #: Rows of an expert, on average, up to which our kernels multiply 16 bits faster than torch: see ``benchmarks/expert_prompts.py``.
@@ -41,8 +40,14 @@ class TiledExperts:
 
     def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See :class:`ExpertProducts`."""
-        if not fits_tiles(experts) or not 0 < len(rows) <= _MAX_ROWS or is_for_grouped_mm(experts, chosen.numel()):
+        if not fits_tiles(experts) or not len(rows) or is_for_grouped_mm(experts, chosen.numel()):
             return self._others(rows, chosen, weights, experts)
+        out = rows.new_empty((len(rows), experts.down.shape[1]))
+        for some in zip(*(one.split(_MAX_ROWS) for one in (rows, chosen, weights, out)), strict=True):
+            self._write(*some, experts)
+        return out
+
+    def _write(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, experts: Experts) -> None:
         rows, choices, factors = rows.contiguous(), chosen.int(), weights.contiguous()
         view, pairs, stream = self._views.of, chosen.numel(), self._stream
         order = torch.empty(pairs, dtype=torch.int32, device=rows.device)
@@ -58,9 +63,7 @@ class TiledExperts:
             inner = self._elementwise.inner(inner[None], experts.config)[0]
         products = rows.new_empty((pairs, experts.down.shape[1]))
         expert_tiles_down_kernel(view(inner), *of_down, view(order), view(row_tiles), view(products), stream)
-        out = rows.new_empty((len(rows), experts.down.shape[1]))
         weighted_sums_kernel(view(products.view(*chosen.shape, -1)), view(factors), view(out), stream)
-        return out
 
 
 def fits_tiles(experts: Experts) -> bool:
@@ -70,13 +73,12 @@ def fits_tiles(experts: Experts) -> bool:
 
 def is_for_grouped_mm(experts: Experts, pairs: int) -> bool:
     """Return True if products in 16 bits are faster with ``grouped_mm``, for which no host waits either."""
-    are_aligned = all(size % GROUPED_MM_GRANULE == 0 for matrices in (experts.inputs, experts.down) for size in matrices.shape[1:])
-    return not experts.is_packed and are_aligned and has_grouped_mm() and pairs > _MOST_PAIRS * len(experts.inputs)
+    return pairs > _MOST_PAIRS * len(experts.inputs) and fits_grouped_mm(experts)
 
 
 def _fits(matrices: MatrixStack) -> bool:
     if isinstance(matrices, PackedStack):
-        return isinstance(matrices.tensors, PackedTensors)
+        return True
     if str(matrices.dtype).removeprefix("torch.") not in ELEMENT_TYPES or not matrices.is_contiguous():
         return False
     return bool(matrices.shape[2] % INPUT_GRANULE == 0 and matrices.data_ptr() % GRANULE_NBYTES == 0)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
 import numpy as np
 
 from tests.checkpoint.folders import load_file
+from tests.helpers.gguf_files import SUPER_BLOCKS, random_super_blocks
 
 Array = np.ndarray[Any, Any]
 Tensors = dict[str, Array]
@@ -27,11 +30,15 @@ def convert(
     target: Path,
     *,
     kind: str = "F32",
+    types: Mapping[str, str] = MappingProxyType({}),
     edit: Edit = lambda writer: None,
     parts: int = 1,
     architecture: Architecture | None = None,
 ) -> Path:
-    """Write the model of a folder, its matrices in one type; ``edit`` adds more metadata. Returns the file, of several the first."""
+    """Write the model of a folder, its matrices in one type, or in another by a part of their names; those in super-blocks are random.
+
+    ``edit`` adds more metadata. Returns the file, of several the first.
+    """
     config = json.loads((folder / "config.json").read_text())
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -46,7 +53,7 @@ def convert(
     for name, tensor in architecture.tensors(tensors, config).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or (name if not name.startswith(("model.", "backbone.")) else None)
         assert stored is not None, name
-        _add(writer, stored, tensor, kind)
+        _add(writer, stored, tensor, next((other for part, other in types.items() if part in stored), kind))
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     return target if parts == 1 else target.with_name(f"{target.stem}-00001-of-{len(writer.tensors):05}.gguf")
@@ -64,6 +71,11 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Array, kind: str) -> None:
         or values.shape[-1] % block
     ):
         writer.add_tensor(name, values)
+    elif kind in SUPER_BLOCKS:
+        stored = random_super_blocks(
+            kind, (math.prod(values.shape[:-1]), values.shape[-1]), np.random.default_rng(zlib.crc32(name.encode()))
+        )
+        writer.add_tensor(name, stored.reshape(*values.shape[:-1], -1), raw_dtype=quantized)
     else:
         writer.add_tensor(name, gguf.quants.quantize(values, quantized), raw_dtype=quantized)
 

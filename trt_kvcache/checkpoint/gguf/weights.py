@@ -101,6 +101,10 @@ class GGUFWeights:
         array.flags.writeable = False
         return array
 
+    def block_type(self, name: str) -> str | None:
+        """Return the type of a matrix of :meth:`super_blocks` or :meth:`offset_blocks`; None for others."""
+        return self._type_of_matrix(name, (*SUPER_BLOCK_NBYTES, *OFFSET_PLANES))
+
     def super_block_type(self, name: str) -> str | None:
         """Return Q4_K, Q5_K or Q6_K of a matrix; None for other types, and where values or columns are changed."""
         return self._type_of_matrix(name, SUPER_BLOCK_NBYTES)

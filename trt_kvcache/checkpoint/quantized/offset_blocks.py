@@ -1,7 +1,8 @@
-"""``OffsetBlocks``: a matrix in Q4_1, Q5_0 or Q5_1 of GGUF, in blocks of 32 inputs, which no engine keeps packed."""
+"""``OffsetBlocks``: a matrix in Q4_1, Q5_0 or Q5_1 of GGUF, in blocks of 32 inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.checkpoint.quantized.bit_planes import BitPlane, read_planes
+from trt_kvcache.checkpoint.quantized.gguf import BlockValues
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 
 #: Inputs of a block.
 BLOCK = 32
@@ -43,6 +46,26 @@ class OffsetBlocks:
         """Return the blocks of some rows, ``[rows, blocks, bytes]``, over the same memory."""
         stored = self.stored[rows]
         return stored.reshape(len(stored), self.shape[1] // BLOCK, -1)
+
+    def as_int8(self) -> QuantizedWeight | None:
+        """Return the matrix as 8-bit integers with scales; None for types with minimums, which are no multiples of the scale."""
+        if self.kind not in MIDDLES:
+            return None
+        values = _MiddledValues(stored=self.stored, kind="int8", shape=self.shape)
+        scales = values.scale_bytes(values.bytes_of(slice(None))).view(np.float16)[..., 0]
+        return QuantizedWeight(quantized_values=values, scales=Scales(stored=scales, block=(1, BLOCK)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _MiddledValues(BlockValues):
+    """The values of Q5_0, less their middle."""
+
+    def separated(self, stored: Any, rows: slice, empty: Callable[[tuple[int, ...]], Any]) -> Any:
+        """Return one value an element: see :class:`QuantizedValues`."""
+        values = empty((*stored.shape[:2], BLOCK))
+        read_planes(stored, PLANES["Q5_0"], values)
+        values -= MIDDLES["Q5_0"]
+        return values.reshape(len(stored), -1)
 
 
 def read_offset_values(blocks: Any, kind: str, values: Any) -> None:
