@@ -1300,13 +1300,6 @@ MISTAKES = {
         TILE_ORDER,
         "AssertionError",
     ),
-        EXPERT_ORDER,
-        "(count + used - 1) / used : 0",
-        "count / used : 0",
-        "none",
-        TILE_ORDER,
-        "AssertionError",
-    ),
     "pairs of later warps in the first places": (
         EXPERT_ORDER,
         "if (other < warp) place +=",

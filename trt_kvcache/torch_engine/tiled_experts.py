@@ -43,8 +43,9 @@ class TiledExperts:
         if not fits_tiles(experts) or not len(rows) or is_for_grouped_mm(experts, chosen.numel()):
             return self._others(rows, chosen, weights, experts)
         out = rows.new_empty((len(rows), experts.down.shape[1]))
-        for some in zip(*(one.split(_MAX_ROWS) for one in (rows, chosen, weights, out)), strict=True):
-            self._write(*some, experts)
+        for first in range(0, len(rows), _MAX_ROWS):
+            some = slice(first, first + _MAX_ROWS)
+            self._write(rows[some], chosen[some], weights[some], out[some], experts)
         return out
 
     def _write(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, experts: Experts) -> None:
