@@ -1337,7 +1337,7 @@ MISTAKES = {
         "min(tile * kTiles + x, tiles - 1)",
         "(tile * kTiles + x)",
         "address",
-        SUPER_BLOCK_EXPERT_TESTS,
+        f"{SUPER_BLOCK_EXPERT_TESTS}::test_products_out_of_experts",
         OVERRUN,
     ),
     "one tile of experts in super-blocks for all": (

@@ -16,8 +16,10 @@ import torch  # noqa: E402
 from trt_kvcache import Checkpoint, HostMemory  # noqa: E402
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks  # noqa: E402
+from trt_kvcache.kernels.sources import source_names  # noqa: E402
 from trt_kvcache.kernels.super_block_layout import dequantized_super_blocks  # noqa: E402
 from trt_kvcache.torch_engine import super_block_weight  # noqa: E402
+from trt_kvcache.torch_engine.kernel_variants import packed_variants  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import stack_of  # noqa: E402
 from trt_kvcache.torch_engine.packing import packed_weight  # noqa: E402
 from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight, joined_super_blocks  # noqa: E402
@@ -116,6 +118,16 @@ def test_stacks(kind):
     assert (stack.tensors.outputs, stack.tensors.expert_variant("float16")) == (64, f"linear_super_block_experts-float16-8-{kind.lower()}")
     for index, matrix in enumerate(np.array(arrays).reshape(3, 64, -1)):
         check(stack[index], values_of(kind, matrix))
+
+
+@KINDS
+@DTYPES
+def test_variants_that_are_compiled_ahead(kind, dtype):
+    weight = packed(kind, stored(kind), dtype)
+    of_all = [f"linear_super_blocks-{dtype}-8-{weight.kind}"]
+    assert [*packed_variants(weight, dtype, of_expert=False)] == of_all
+    assert [*packed_variants(weight, dtype, of_expert=True)] == [f"linear_super_block_experts-{dtype}-8-{weight.kind}", *of_all]
+    assert {*packed_variants(weight, dtype, of_expert=True)} <= {*source_names()}
 
 
 def test_stacks_of_several_types():
