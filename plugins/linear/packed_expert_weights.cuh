@@ -38,8 +38,8 @@ public:
     __device__ __forceinline__ void load(Fragment& fragment, int input) const {
 #pragma unroll
         for (int x = 0; x < kTiles; x++)
-            params_.weight.load<kIsSame<Stored, Float8>>(fragment.tiles[x], starts_[x], input / kFragmentInputs, 0,
-                                                         policy_);
+            params_.weight.template load<kIsSame<Stored, Float8>>(fragment.tiles[x], starts_[x],
+                                                                  input / kFragmentInputs, 0, policy_);
     }
 
     // A line of a fragment for each lane.
