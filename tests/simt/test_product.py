@@ -56,6 +56,7 @@ OWN_PROCESS = (
     "test_linear",
     "test_packed_linear_kernels",
     "test_super_block_kernels",
+    "test_packed_pair_kernels",
     "test_expert_kernels",
     "test_packed_expert_kernels",
 )
@@ -165,6 +166,8 @@ LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_laye
 COLUMN_TESTS = "test_column_order_kernels.py"
 PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed_stream.cuh", "linear/packed_values.cuh"
 NVFP4_TESTS = f"{PACKED_TESTS}::test_every_value_of_nvfp4_bit_for_bit"
+PAIR_TESTS, PAIRS = "test_packed_pair_kernels.py", "linear/packed_pairs.cu"
+SEVERAL_TILES = f"{PAIR_TESTS}::test_several_tiles_of_a_block"
 SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_block_values.cuh"
 EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/dense_expert_weights.cuh"
 ROUTER_TESTS, ROUTER = "test_router_kernels.py", "router.cu"
@@ -1135,6 +1138,47 @@ MISTAKES = {
         "none",
         NVFP4_TESTS,
         "Mismatched",
+    ),
+    "sums of the second matrix over those of the first one": (PAIRS, "    __syncthreads();", "    ;", "thread", SEVERAL_TILES, RACE),
+    "tiles of the second matrix that no block has": (
+        PAIRS,
+        "(block + blocks - first.tiles % blocks) % blocks",
+        "(block + blocks - first.tiles % blocks)",
+        "none",
+        PAIR_TESTS,
+        "test_linear",
+    ),
+    "tiles of the second matrix that follow no others": (
+        PAIRS,
+        "first.tiles % blocks) % blocks",
+        "0) % blocks + 1",
+        "none",
+        PAIR_TESTS,
+        "test_",
+    ),
+    "the bias of the first matrix for both": (
+        PAIRS,
+        "{{x, part##_bias,",
+        "{{x, first_bias,",
+        "none",
+        PAIR_TESTS,
+        "test_linear",
+    ),
+    "outputs of the first matrix for both": (
+        PAIRS,
+        "static_cast<int>(part##_outputs)",
+        "static_cast<int>(first_outputs)",
+        "none",
+        PAIR_TESTS,
+        "test_linear",
+    ),
+    "rows of results without what is between them": (
+        PACKED_LINEAR,
+        "return params.out_stride;",
+        "return params.outputs;",
+        "none",
+        PAIR_TESTS,
+        "test_linear",
     ),
     "other bits of the first pair for all": (
         SUPER_BLOCKS,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
-from trt_kvcache.kernels.host_arrays import array_of
+from trt_kvcache.kernels.host_arrays import Array, array_of
 from trt_kvcache.kernels.kernel import Kernel
 from trt_kvcache.kernels.launch import address, launch, starts_early
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -25,8 +25,6 @@ MAX_EXPERTS = 512
 
 #: Inputs that a thread multiplies at once: their number is a multiple.
 ROUTER_INPUTS = 4
-
-Float32 = npt.NDArray[np.float32]
 
 _SOURCE, _WARP = "router", 32
 _LOGIT_THREADS, _LOGIT_ROWS = 128, 8  # kThreads and kRows of the source
@@ -73,16 +71,17 @@ def _choose_on_host(
     array_of(weights)[:] = factors if expert_scale is None else factors * array_of(expert_scale)[experts]
 
 
-def _of_chosen_groups(router: RouterConfig, scores: Float32) -> Float32:
+def _of_chosen_groups(router: RouterConfig, scores: Array) -> Array:
     """Return the scores with -inf for experts of other groups than those with the highest sums of their two highest scores."""
     groups = scores.reshape(len(scores), router.num_groups, router.group_size)
     sums = np.partition(groups, -2, axis=2)[:, :, -2:].sum(axis=2)
     is_other = np.ones(sums.shape, bool)
     np.put_along_axis(is_other, _highest(sums, router.groups_per_token), False, axis=1)
-    return np.where(is_other[:, :, None], np.float32(-np.inf), groups).reshape(scores.shape)
+    found: Array = np.where(is_other[:, :, None], np.float32(-np.inf), groups).reshape(scores.shape)
+    return found
 
 
-def _highest(scores: Float32, count: int) -> npt.NDArray[np.int64]:
+def _highest(scores: Array, count: int) -> npt.NDArray[np.int64]:
     """Return the columns of the highest scores of each row, from the highest one on."""
     return np.argsort(-scores, axis=1, kind="stable")[:, :count]
 

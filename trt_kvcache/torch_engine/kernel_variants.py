@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, TILE_ROWS
+from trt_kvcache.kernels.packed_pair_kernels import pair_variant
 from trt_kvcache.kernels.source_variants import (
     EXPERT_SOURCE,
     LINEAR_SOURCE,
@@ -16,7 +17,7 @@ from trt_kvcache.kernels.source_variants import (
     variant_name,
 )
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
-from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
 
 
@@ -43,3 +44,11 @@ def packed_variants(weight: PackedMatrix, dtype: str, *, of_expert: bool) -> Ite
         scales = str(weight.scales.dtype).removeprefix("torch.")
         yield packed_variant_name(PACKED_EXPERT_SOURCE, dtype, TILE_ROWS, weight.kind, scales)
     yield weight.tensors.variant(dtype, ROW_COUNTS[0])
+
+
+def pair_variants(parts: PackedParts) -> Iterator[str]:
+    """Yield the variants of decode steps for two parts in one launch."""
+    for launch in parts.launches:
+        if len(launch) == 2:
+            first, second = launch
+            yield pair_variant(first.tensors, second.tensors, str(first.dtype).removeprefix("torch."), ROW_COUNTS[0])
