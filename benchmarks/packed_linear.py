@@ -5,8 +5,8 @@
 Each product of a model is compared with float64 over the same weights. Then weights take turns, so that none is in the L2, in a CUDA graph.
 A share is the bytes of the packed weights divided by the time, relative to the bandwidth of a copy. ``layers``: the products of a layer
 without what is between them, but with the launches that gather inputs of act-order, except of down. ``many``: 1,024 rows with weights that
-are dequantized in parts, beside torch with weights in 16 bits. ``pairs``: q and k in one format and v in another one, in one launch, beside a launch
-for each and the concatenation of their results.
+are dequantized in parts, beside torch with weights in 16 bits. ``pairs``: q and k in one format and v in another one, in one launch, beside
+a launch for each and the concatenation.
 """
 
 from __future__ import annotations
