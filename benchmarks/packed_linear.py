@@ -5,7 +5,8 @@
 Each product of a model is compared with float64 over the same weights. Then weights take turns, so that none is in the L2, in a CUDA graph.
 A share is the bytes of the packed weights divided by the time, relative to the bandwidth of a copy. ``layers``: the products of a layer
 without what is between them, but with the launches that gather inputs of act-order, except of down. ``many``: 1,024 rows with weights that
-are dequantized in parts, beside torch with weights in 16 bits.
+are dequantized in parts, beside torch with weights in 16 bits. ``pairs``: q and k in one format and v in another one, in one launch, beside
+a launch for each and the concatenation.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from trt_kvcache.kernels.packed_linear_kernels import (  # noqa: E402
     packed_linear_gated_mul_kernel,
     packed_linear_kernel,
 )
+from trt_kvcache.kernels.packed_pair_kernels import packed_linear_pair_kernel  # noqa: E402
 from trt_kvcache.memory.tensor import DeviceTensor  # noqa: E402
 from trt_kvcache.torch_engine.device_view import device_view  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
@@ -51,6 +53,9 @@ _ROTATED_NBYTES, _MIB, _MANY = 256 << 20, 1 << 20, 1024
 #: Share of the copy bandwidth of products of up to 8 rows, from so many MB of packed weights.
 LIMITS = {"of_copy": 0.8}
 _LARGE_MB, _MAX_LIMITED_ROWS = 32, 8
+
+#: Formats of q and k, and of v: those of files in Q4_K_M and Q5_K_M, and with v in 8 bits.
+PAIRS = (("q4_k", "q6_k"), ("q5_k", "q6_k"), ("q4_k", "q8_0"))
 
 
 class Products:
@@ -193,6 +198,42 @@ def many_row(products: Products, name: str) -> dict[str, Any]:
     return {"model": products.model.name, "scheme": products.scheme, "product": name, "rows": _MANY, "us": us}
 
 
+def pair_row(gpu: Gpu, model: Model, schemes: tuple[str, str], rows: int, copy: float) -> dict[str, Any]:
+    """Check and measure q, k and v of a layer, the last one in another format, with weights that take turns."""
+    counts, dtype = (model.qkv - model.kv_heads * model.head_dim, model.kv_heads * model.head_dim), getattr(torch, DTYPE)
+    matrices = []
+    for scheme, count in zip(schemes, counts, strict=True):
+        weight = torch.randn(count, model.hidden, device="cuda", dtype=dtype) * model.hidden**-0.5
+        matrices.append(quantized(weight, scheme, gpu.memory))
+    nbytes = sum(matrix.nbytes for matrix in matrices)
+    copies = [matrices, *([_copy_of(matrix) for matrix in matrices] for _ in range(min(31, _ROTATED_NBYTES // nbytes)))]
+    tensors = Tensors(gpu)
+    (x, _), (out, out_view) = tensors.new(rows, model.hidden), tensors.new(rows, sum(counts))
+    parts = [tensors.new(rows, count) for count in counts]
+    views = [view for _, view in parts]
+    torch.cuda.synchronize()  # weights are read early
+
+    def in_one(pair: Sequence[PackedMatrix]) -> None:
+        packed_linear_pair_kernel(x, (pair[0].tensors, pair[1].tensors), None, out, gpu.stream)
+
+    def in_two(pair: Sequence[PackedMatrix]) -> None:
+        for matrix, (part, _) in zip(pair, parts, strict=True):
+            packed_linear_kernel(x, matrix.tensors, None, part, gpu.stream)
+        torch.cat(views, dim=1, out=out_view)
+
+    found = []
+    for call in (in_one, in_two):
+        out_view.fill_(float("nan"))
+        call(matrices)
+        found.append(out_view.clone())
+    assert torch.equal(*found), f"{' and '.join(schemes)}, {rows} rows: one launch computes other values than two"
+    calls = {"one launch": in_one, "two and cat": in_two}
+    times = {side: seconds(gpu, [lambda c=call, p=pair: c(p) for pair in copies], nbytes / copy) for side, call in calls.items()}
+    us = {side: round(one * 1e6, 2) for side, one in times.items()}
+    share = round(nbytes / copy / times["one launch"], 3)
+    return {"model": model.name, "schemes": " and ".join(schemes), "rows": rows, "mb": round(nbytes / _MIB, 1), "us": us, "of_copy": share}
+
+
 def _elapsed_of(replay: Callable[[], object]) -> float:
     replay()
     torch.cuda.synchronize()
@@ -224,7 +265,7 @@ _CHOSEN_TILES = linear_tiles.linear_tiles
 
 def measure(gpu: Gpu, copy: float, options: argparse.Namespace) -> dict[str, Any]:
     """Check and measure what there is time for: the first model and scheme first."""
-    deadline, found, left_out = time.monotonic() + options.max_seconds, {"layers": [], "products": [], "many": []}, []
+    deadline, found, left_out = time.monotonic() + options.max_seconds, {"pairs": [], "layers": [], "products": [], "many": []}, []
 
     def run(kind: str, what: str, call: Callable[[], dict[str, Any]]) -> None:
         if time.monotonic() > deadline:
@@ -235,6 +276,10 @@ def measure(gpu: Gpu, copy: float, options: argparse.Namespace) -> dict[str, Any
 
     models: Sequence[Model] = MODELS[:1] if options.quick else MODELS[:2]
     for model in models:
+        for schemes in PAIRS:
+            for rows in (1, 16) if options.quick else (1, 8, 16):
+                what = f"{model.name} {' and '.join(schemes)}, {rows} rows"
+                run("pairs", what, lambda m=model, s=schemes, r=rows: pair_row(gpu, m, s, r, copy))
         for scheme in options.schemes:
             products = Products(gpu, model, scheme)
             for rows in (1, 8):

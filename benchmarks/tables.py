@@ -537,6 +537,11 @@ def _packed_linear(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in of_table(content["layers"]):
         what = f"products of a layer of {row['model']}, packed weights ({row['scheme']}), {row['rows']} row(s): share of the copy bandwidth"
         yield what, f"{row['of_copy']:.2f}; {row['speedup']:.2f} times as fast as in 16 bits", ""
+    for row in of_table(content["pairs"]) if "pairs" in content else ():  # results before these kernels have none
+        what = (
+            f"q and k, and v, of {row['model']} ({row['schemes']}), {row['rows']} row(s): time of two launches and a concatenation / time"
+        )
+        yield what, f"{row['us']['two and cat'] / row['us']['one launch']:.2f}", ""
     large = [row for row in of_table(content["products"]) if row["rows"] == 1 and row["product"] in ("gate_up", "head")]
     for scheme in dict.fromkeys(row["scheme"] for row in large):
         shares = [row["of_copy"] for row in large if row["scheme"] == scheme]

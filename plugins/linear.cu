@@ -22,10 +22,12 @@ public:
     static constexpr int kTiles = kTileCount, kDepth = kLoads / (4 * kTiles), kInputsAhead = kDepth,
                          kGroupInputs = kDepth * kStepInputs;
 
-    __device__ __forceinline__ WeightStream(const DenseParams& params, int first_input)
-        : params_(params), policy_(evict_first_policy()), first_input_(first_input), tile_(blockIdx.x) {
+    __device__ __forceinline__ WeightStream(const DenseParams& params, int first_input, int first_tile)
+        : params_(params), policy_(evict_first_policy()), first_input_(first_input), tile_(first_tile) {
         begin_tile();
     }
+
+    static __device__ __forceinline__ int out_stride(const DenseParams& params) { return params.outputs; }
 
     __device__ __forceinline__ void load(Fragment& fragment, int step) const {
 #pragma unroll

@@ -78,12 +78,34 @@ __device__ __forceinline__ unsigned long long rank_of(float score, int expert) {
     return static_cast<unsigned long long>(ordered) << 32 | ~static_cast<unsigned>(expert);
 }
 
-// The `choices` highest scores of a row, from the highest one on: an expert has the place that as many have before it as
-// have a higher rank. Grid: a block for each row, with a thread for each expert, in whole warps.
+// True if an expert is in one of the groups with the highest sums of their two highest scores. A thread for each expert;
+// `highest` has room for two scores of each group.
+__device__ __forceinline__ bool in_chosen_group(const unsigned long long* ranks, float* highest, int expert,
+                                                float score, int experts, int groups, int groups_per_token) {
+    const int size = experts / groups, group = expert / size;
+    const bool exists = expert < experts;
+    int place = 0;
+    if (exists) {
+        for (int i = 0; i < size; i++) place += ranks[group * size + i] > ranks[expert];
+        if (place < 2) highest[2 * group + place] = score;
+    }
+    __syncthreads();
+    if (!exists) return false;
+    const unsigned long long rank = rank_of(highest[2 * group] + highest[2 * group + 1], group);
+    int before = 0;
+    for (int other = 0; other < groups; other++) {
+        before += rank_of(highest[2 * other] + highest[2 * other + 1], other) > rank;
+    }
+    return before < groups_per_token;
+}
+
+// The `choices` highest scores of a row, of experts in `groups_per_token` groups, from the highest one on: an expert has
+// the place that as many have before it as have a higher rank. Grid: a block for each row, with a thread for each expert,
+// in whole warps.
 extern "C" __global__ void __launch_bounds__(kMaxExperts)
     choose_experts(const float* logits, const float* choice_bias, const float* expert_scale, int* chosen,
-                   float* weights, long long experts, long long choices, long long softmax, long long renormalise,
-                   double sum_epsilon, double factor) {
+                   float* weights, long long experts, long long choices, long long groups, long long groups_per_token,
+                   long long softmax, long long renormalise, double sum_epsilon, double factor) {
     SHARED_ARRAY(float, of_warps, 2 * kMaxExperts / 32);
     SHARED_ARRAY(unsigned long long, ranks, kMaxExperts);
     SHARED_ARRAY(float, chosen_scores, kMaxExperts);
@@ -102,9 +124,14 @@ extern "C" __global__ void __launch_bounds__(kMaxExperts)
     } else {
         score = 1.0f / (1.0f + expf(-logit));
     }
-    const unsigned long long rank = rank_of(score + bias, expert);
+    unsigned long long rank = rank_of(score + bias, expert);
     if (exists) ranks[expert] = rank;
     __syncthreads();
+    if (groups > 1) {
+        if (!in_chosen_group(ranks, chosen_scores, expert, score + bias, experts, groups, groups_per_token)) rank = 0;
+        if (exists) ranks[expert] = rank;
+        __syncthreads();
+    }
     int place = 0;
 #pragma unroll 8
     for (int other = 0; other < experts; other++) place += ranks[other] > rank;

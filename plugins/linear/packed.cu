@@ -7,18 +7,11 @@
 #include "linear/packed_stream.cuh"
 #include "linear/packed_values.cuh"
 
-template <bool kHasZeroPoints>
-struct GroupedMatrix : PackedMatrix {
-    using Fragment = PackedFragment<kHasZeroPoints>;
-    static constexpr bool kKeepsOrder = !kIsSame<Scale, Float32>;  // there are no registers for it with these
-    static constexpr int kVectors = ::kVectors, kFragmentBytes = ::kFragmentBytes;
-};
-
 #define PACKED_ARGUMENTS \
     const unsigned char *x, const unsigned char *values, const unsigned char *scales, \
         const unsigned char *zero_points, const unsigned short *bias, void *out, long long rows, long long outputs, \
-        long long inputs, long long tiles, long long tile_outputs, long long prefetched_steps, long long groups, \
-        long long group_shift, long long scale_pairs
+        long long inputs, long long tiles, long long tile_outputs, long long prefetched_steps, long long out_stride, \
+        long long groups, long long group_shift, long long scale_pairs
 #define PACKED_MATRIX \
     { \
         { \
@@ -29,6 +22,7 @@ struct GroupedMatrix : PackedMatrix {
 #define PACKED_PARAMS \
     {{x, bias, out, static_cast<int>(rows), static_cast<int>(outputs), static_cast<int>(inputs), \
       static_cast<int>(tiles), static_cast<int>(tile_outputs), static_cast<int>(prefetched_steps)}, \
+     static_cast<int>(out_stride), \
      PACKED_MATRIX}
 
 extern "C" __global__ void __launch_bounds__(kThreads) packed_linear_16(PACKED_ARGUMENTS) {

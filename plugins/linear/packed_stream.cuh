@@ -1,4 +1,4 @@
-// The packed weights of a block: loads of fragments, tile by tile. Matrix is that of packed.cu or super_blocks.cu.
+// The packed weights of a block: loads of fragments, tile by tile. Matrix: GroupedMatrix or SuperBlockMatrix.
 #pragma once
 
 #include "attention/cp_async.cuh"
@@ -7,6 +7,7 @@
 
 template <class Matrix>
 struct PackedParams : LinearParams {
+    int out_stride;  // from a row of `out` to the next one
     Matrix weight;
 };
 
@@ -31,10 +32,12 @@ public:
     static constexpr bool kKeepsOrder = Matrix::kKeepsOrder && kDepth > 2;
     static constexpr int kInputsAhead = 1, kGroupInputs = kDepth * kStepInputs;
 
-    __device__ __forceinline__ PackedStream(const Params& params, int)
-        : params_(params), policy_(evict_first_policy()), tile_(blockIdx.x) {
+    __device__ __forceinline__ PackedStream(const Params& params, int, int first_tile)
+        : params_(params), policy_(evict_first_policy()), tile_(first_tile) {
         begin_tile();
     }
+
+    static __device__ __forceinline__ int out_stride(const Params& params) { return params.out_stride; }
 
     __device__ __forceinline__ void load(Fragment& fragment, int step) const {
 #pragma unroll
@@ -49,14 +52,17 @@ public:
         begin_tile();
     }
 
-    // Brings what comes behind the first group of this tile into the L2: a line of a fragment for each lane.
-    __device__ __forceinline__ void prefetch() const {
+    // Brings what comes behind the first group of this tile into the L2.
+    __device__ __forceinline__ void prefetch() const { prefetch_steps(kDepth, params_.prefetched_steps); }
+
+    // Brings `count` steps of this tile into the L2: a line of a fragment for each lane.
+    __device__ __forceinline__ void prefetch_steps(int first, int count) const {
         constexpr int kLine = 128, kLines = Matrix::kFragmentBytes / kLine;
         const int lane = threadIdx.x % 32;
         if (lane >= kTiles * kLines) return;
 #pragma unroll 1
-        for (int step = 0; step < params_.prefetched_steps; step++) {
-            const int at = fragment_ + (kDepth + step) * kWarps;
+        for (int step = first; step < first + count; step++) {
+            const int at = fragment_ + step * kWarps;
             if (at >= params_.weight.fragments) return;
             prefetch_l2_line(params_.weight.fragments_of(weight_tile(lane / kLines))
                              + static_cast<long long>(at) * Matrix::kFragmentBytes + lane % kLines * kLine);

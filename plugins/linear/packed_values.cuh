@@ -359,3 +359,11 @@ private:
         return group_shift == 0 ? pairs() : 0;
     }
 };
+
+// The same as the matrix of a PackedStream.
+template <bool kHasZeroPoints>
+struct GroupedMatrix : PackedMatrix {
+    using Fragment = PackedFragment<kHasZeroPoints>;
+    static constexpr bool kKeepsOrder = !kIsSame<Scale, Float32>;  // there are no registers for it with these
+    static constexpr int kVectors = ::kVectors, kFragmentBytes = ::kFragmentBytes;
+};

@@ -104,18 +104,19 @@ __device__ __forceinline__ float bias_of(const LinearParams& params, int output)
     return params.bias ? unpack(Element{}, params.bias[output]).x : 0.0f;
 }
 
-// Weights: loads the fragments of a warp, a group of kDepth of them after another: all those of a tile, then those of
-// the block's next tile. Activation: of the gate.
-template <class Weights, bool kGated, class Out, class Activation = Silu>
-__device__ __forceinline__ void linear(const typename Weights::Params& params) {
+// Tiles `first_tile`, `first_tile` + gridDim.x, ... of a product. Weights: loads the fragments of a warp, a group of kDepth
+// of them after another: all those of a tile, then those of the block's next tile. Activation: of the gate.
+// `shared_sums`: two buffers of partial sums.
+template <class Weights, bool kGated, class Out, class Activation>
+__device__ __forceinline__ void tiles_of_block(const typename Weights::Params& params, int first_tile,
+                                               float* shared_sums) {
     constexpr int kTiles = Weights::kTiles, kAhead = Weights::kInputsAhead,
                   kOutputs = kGated ? kTileOutputs : kTiles * kTileOutputs;
     using Partials = PartialSums<kTiles>;
-    SHARED_ARRAY(float, shared_sums, 2 * Partials::kFloats);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_input = warp * kFragmentInputs + lane % 4 * 8;
 
-    Weights weights(params, first_input);
+    Weights weights(params, first_input, first_tile);
     typename Weights::Fragment fragments[Weights::kDepth];
 #pragma unroll
     for (int step = 0; step < Weights::kDepth; step++) weights.load(fragments[step], step);
@@ -133,7 +134,7 @@ __device__ __forceinline__ void linear(const typename Weights::Params& params) {
     for (int step = 0; step < kAhead; step++) x[step].load(x_rows, first_input + step * kStepInputs, params.inputs);
     int turn = 0;
 #pragma unroll 1
-    for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
+    for (int tile = first_tile; tile < params.tiles; tile += gridDim.x) {
         float sums[kTiles][kRowTiles][4] = {};
 #pragma unroll 1
         for (int group = 0; group < params.inputs; group += Weights::kGroupInputs) {
@@ -174,10 +175,17 @@ __device__ __forceinline__ void linear(const typename Weights::Params& params) {
                             * (partials.total(row, kTileOutputs + column) + bias_of(params, params.outputs + output));
                 }
                 store(static_cast<Out*>(params.out)
-                          + static_cast<long long>(row_tile * kTileRows + row) * params.outputs + output,
+                          + static_cast<long long>(row_tile * kTileRows + row) * Weights::out_stride(params) + output,
                       value);
             }
             turn ^= 1;
         }
     }
+}
+
+// All tiles of a product, of all blocks.
+template <class Weights, bool kGated, class Out, class Activation = Silu>
+__device__ __forceinline__ void linear(const typename Weights::Params& params) {
+    SHARED_ARRAY(float, shared_sums, 2 * PartialSums<Weights::kTiles>::kFloats);
+    tiles_of_block<Weights, kGated, Out, Activation>(params, blockIdx.x, shared_sums);
 }

@@ -25,23 +25,21 @@ constexpr int kHighBitsOf<Q5K> = 1;
 template <>
 constexpr int kHighBitsOf<Q6K> = 2;
 
-constexpr int kHighBits = kHighBitsOf<STORED>;
-constexpr bool kHasMinimums = kHighBits < 2;
-constexpr int kLowBytes = 32 * 16, kHighBytes = 32 * 4 * kHighBits, kSuperBlockFragments = 4;
+constexpr int kLowBytes = 32 * 16, kSuperBlockFragments = 4;
 
 // 1024 or 128, whose last bits have room for 6 bits, minus these and minus what Q6K subtracts, and 1. Two of each.
 template <class Type>
 constexpr unsigned kValueBase = 0x43004300;
 template <>
 constexpr unsigned kValueBase<Float16> = 0x64006400;
-template <class Type>
+template <class Type, bool kHasMinimums>
 constexpr unsigned kMinusBase = kHasMinimums ? 0xC300C300 : 0xC320C320;
-template <>
-constexpr unsigned kMinusBase<Float16> = kHasMinimums ? 0xE400E400 : 0xE420E420;
+template <bool kHasMinimums>
+constexpr unsigned kMinusBase<Float16, kHasMinimums> = kHasMinimums ? 0xE400E400 : 0xE420E420;
 template <class Type>
-constexpr unsigned kUnit = 0x3F803F80;
+constexpr unsigned kOne = 0x3F803F80;
 template <>
-constexpr unsigned kUnit<Float16> = 0x3C003C00;
+constexpr unsigned kOne<Float16> = 0x3C003C00;
 
 // A byte of a word as a float, or one of int8.
 __device__ __forceinline__ float unsigned_byte(unsigned word, int index) {
@@ -52,7 +50,11 @@ __device__ __forceinline__ float signed_byte(unsigned word, int index) {
 }
 
 // Registers of a lane for a fragment.
+template <class Quantized>
 struct SuperBlockFragment {
+    static constexpr int kHighBits = kHighBitsOf<Quantized>;
+    static constexpr bool kHasMinimums = kHighBits < 2;
+
     uint4 low;
     unsigned high[kHighBits ? kHighBits : 1];
     uint2 scales;  // a word for each half: two bytes of row g, then of row g + 8; scale and minimum, or two scales
@@ -77,7 +79,7 @@ struct SuperBlockFragment {
         const auto weights = [&](int k) {
             const unsigned values = (word >> (4 * k) & 0x000F000F) | high_bits(4 * index + k) | kValueBase<Element>;
             const float2 exact =
-                unpack(Element{}, multiply_add(Element{}, values, kUnit<Element>, kMinusBase<Element>));
+                unpack(Element{}, multiply_add(Element{}, values, kOne<Element>, kMinusBase<Element, kHasMinimums>));
             return pack(Element{},
                         {__fmaf_rn(exact.x, scale, minus_minimum), __fmaf_rn(exact.y, scale, minus_minimum)});
         };
@@ -95,10 +97,12 @@ private:
     }
 };
 
+template <class Quantized>
 struct SuperBlockMatrix {
-    using Fragment = SuperBlockFragment;
+    using Fragment = SuperBlockFragment<Quantized>;
+    static constexpr int kHighBits = Fragment::kHighBits;
     static constexpr bool kKeepsOrder = kHighBits == 0;  // the others have no registers for it
-    static constexpr int kVectors = 1, kFragmentBytes = kLowBytes + kHighBytes;
+    static constexpr int kVectors = 1, kFragmentBytes = kLowBytes + 32 * 4 * kHighBits;
 
     const unsigned char *values, *scales, *factors;
     int fragments;  // of 64 inputs, of an output: a multiple of 4
@@ -129,7 +133,7 @@ struct SuperBlockMatrix {
         }
         to.scales = reinterpret_cast<const uint2*>(scales)[last * 8 + row];
         const int of_super_block = last / kSuperBlockFragments * 8 + row;
-        if constexpr (kHasMinimums) {
+        if constexpr (Fragment::kHasMinimums) {
             const uint2 of_rows = reinterpret_cast<const uint2*>(factors)[of_super_block];
             to.factors[0] = of_rows.x;
             to.factors[1] = of_rows.y;

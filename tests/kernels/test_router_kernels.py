@@ -80,7 +80,25 @@ ROUTERS = {
     "one": RouterConfig(num_experts=1, experts_per_token=1, scores="sigmoid"),
     "most": RouterConfig(num_experts=MAX_EXPERTS, experts_per_token=32, renormalise=True, factor=0.5),
     "uneven": RouterConfig(num_experts=97, experts_per_token=3, scores="sigmoid", renormalise=True, sum_epsilon=0.25),
+    "DeepSeek-V3": RouterConfig(
+        **{"num_experts": 256, "experts_per_token": 8, "scores": "sigmoid", "choice_bias": True, "renormalise": True, "factor": 2.5},
+        **{"num_groups": 8, "groups_per_token": 4},
+    ),
+    "groups of two, of all warps": RouterConfig(num_experts=MAX_EXPERTS, experts_per_token=6, num_groups=256, groups_per_token=3),
+    "groups that end within a warp": RouterConfig(num_experts=57, experts_per_token=19, num_groups=3, groups_per_token=1),
+    "all groups": RouterConfig(num_experts=40, experts_per_token=11, num_groups=4, groups_per_token=4, renormalise=True),
 }
+
+
+def chosen_experts(router, scores):
+    """Return the experts of each row, by loops over its groups."""
+    size, found = router.num_experts // router.num_groups, []
+    for row in scores.tolist():
+        groups = [range(first, first + size) for first in range(0, router.num_experts, size)]
+        groups.sort(key=lambda group: -sum(sorted(row[expert] for expert in group)[-2:]))
+        allowed = sorted(expert for group in groups[: router.groups_per_token] for expert in group)
+        found.append(sorted(allowed, key=lambda expert: -row[expert])[: router.experts_per_token])
+    return np.array(found)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -97,7 +115,7 @@ def test_choices(memory, stream, name, rows):
         scores /= scores.sum(axis=1, keepdims=True)
     else:
         scores = 1 / (1 + np.exp(-wide))
-    experts = np.argsort(-(scores + (0 if bias is None else bias)), axis=1, kind="stable")[:, : router.experts_per_token]
+    experts = chosen_experts(router, scores + (0 if bias is None else bias))
     factors = np.take_along_axis(scores, experts, axis=1)
     if router.renormalise:
         factors = factors / (factors.sum(axis=1, keepdims=True) + router.sum_epsilon)
@@ -115,6 +133,25 @@ def test_of_equal_scores_the_lower_expert(memory, stream):
     chosen, weights = choose(memory, stream, router, logits)
     assert chosen.tolist() == [[0, 1, 2, 3, 4], [33, 34, 69, 0, 1], [0, 1, 2, 3, 4]]
     np.testing.assert_allclose(weights[[0, 2]], 0.2, rtol=SCORE_ROUNDING)
+
+
+def test_of_equal_groups_the_lower_one(memory, stream):
+    """Groups are compared by two scores: one that is highest does not make its group the best, nor do three."""
+    router = RouterConfig(num_experts=40, experts_per_token=4, scores="sigmoid", num_groups=4, groups_per_token=2)
+    logits = np.full((3, 40), -1, np.float32)
+    logits[1, [9, 15, 16, 25, 26]] = 9, 2, 2, 2, 2
+    logits[2, [0, 1, 2, 13, 14, 33, 34]] = 1, 1, 1, 2, 1, 2, 1
+    chosen, _ = choose(memory, stream, router, logits)
+    assert chosen.tolist() == [[0, 1, 2, 3], [15, 16, 25, 26], [13, 33, 14, 34]]
+
+
+def test_groups_of_scores_below_zero(memory, stream):
+    """Experts of other groups are behind all of the chosen ones."""
+    router = RouterConfig(num_experts=36, experts_per_token=12, scores="sigmoid", choice_bias=True, num_groups=3)
+    bias = np.repeat(np.array([-9, -7, -8], np.float32), 12)
+    chosen, weights = choose(memory, stream, router, np.zeros((2, 36), np.float32), bias)
+    assert chosen.tolist() == [[*range(12, 24)]] * 2
+    np.testing.assert_allclose(weights, 0.5, rtol=SCORE_ROUNDING)
 
 
 def test_scores_below_zero(memory, stream):
@@ -136,11 +173,12 @@ def test_large_logits(memory, stream):
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-def test_logits_that_are_not_finite_choose_different_experts(memory, stream, value):
-    router = RouterConfig(num_experts=33, experts_per_token=4, renormalise=True)
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 3, "groups_per_token": 2}], ids=["", "groups"])
+def test_logits_that_are_not_finite_choose_different_experts(memory, stream, value, groups):
+    router = RouterConfig(num_experts=33, experts_per_token=22, renormalise=True, **groups)
     with np.errstate(invalid="ignore"):
         chosen, _ = choose(memory, stream, router, np.full((2, 33), value, np.float32))
-    assert all(len({*row}) == 4 and min(row) >= 0 and max(row) < 33 for row in chosen.tolist())
+    assert all(len({*row}) == 22 and min(row) >= 0 and max(row) < 33 for row in chosen.tolist())
 
 
 def test_routers_of_other_kinds_are_not_supported():
@@ -148,5 +186,5 @@ def test_routers_of_other_kinds_are_not_supported():
     assert router_is_supported(router, 64, "bfloat16")
     assert not router_is_supported(router, 66, "bfloat16")
     assert not router_is_supported(router, 64, "float32")
-    assert not router_is_supported(RouterConfig(num_experts=8, experts_per_token=2, num_groups=2), 64, "bfloat16")
+    assert router_is_supported(RouterConfig(num_experts=8, experts_per_token=2, num_groups=2), 64, "bfloat16")
     assert not router_is_supported(RouterConfig(num_experts=MAX_EXPERTS + 1, experts_per_token=2), 64, "bfloat16")

@@ -46,7 +46,8 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    few_rows = (2 + 19 + 6) * len(ROW_COUNTS) + 2 + 17 + 6  # weights in 16 bits, packed, and in super-blocks; the same of experts
+    # Of few rows: with weights in 16 bits, packed, in super-blocks, and in two formats; of experts, the first three.
+    few_rows = (2 + 19 + 6 + 12) * len(ROW_COUNTS) + 2 + 17 + 6
     many_rows = 2 + 17 + 6  # the same of experts
     assert len(names) == len(set(names)) == 12 + 3 * 2 * (5 + 5 + 2 * 6) + 5 * len(RECURRENT_SOURCES) + few_rows + many_rows
     assert all(sources.source_path(name).is_file() for name in names)
@@ -136,6 +137,13 @@ def test_variants_have_the_macros_of_their_dtype_and_rows():
     assert (macros["ELEMENT"], macros["ROW_TILES"]) == ("Float16", "2")
     macros = variant_macros("linear_packed-bfloat16-8-int4-float16", "sm_90")
     assert (macros["ELEMENT"], macros["STORED"], macros["SCALE"], macros["ROW_TILES"]) == ("BFloat16", "Int4", "Float16", "1")
+
+
+def test_variants_have_the_macros_of_both_formats():
+    macros = variant_macros("linear_packed_pairs-float16-16-q4_k-q6_k", "sm_90")
+    assert (macros["FIRST"], macros["SECOND"], macros["LOADS"], "STORED" in macros) == ("Q4K", "Q6K", "4", False)
+    macros = variant_macros("linear_packed_pairs-bfloat16-8-q5_k-int8", "sm_90")
+    assert (macros["FIRST"], macros["STORED"], macros["SCALE"], "SECOND" in macros) == ("Q5K", "Int8", "Float16", False)
 
 
 @pytest.fixture

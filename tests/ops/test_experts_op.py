@@ -37,6 +37,13 @@ CONFIGS = {
         expert=MlpConfig(intermediate_size=56, activation="relu2", gated=False),
         latent_size=24,
     ),
+    "groups": RoutedMlpConfig(
+        router=RouterConfig(
+            **{"num_experts": 8, "experts_per_token": 3, "scores": "sigmoid", "choice_bias": True, "renormalise": True},
+            **{"num_groups": 4, "groups_per_token": 2},
+        ),
+        expert=MlpConfig(intermediate_size=32),
+    ),
     "gemma 4": RoutedMlpConfig(
         router=RouterConfig(num_experts=5, experts_per_token=2, renormalise=True, expert_scale=True),
         expert=MlpConfig(intermediate_size=32, activation="gelu_tanh"),
@@ -191,9 +198,17 @@ def test_an_operation_is_created_again_from_its_attributes() -> None:
         made = create_operation("experts", json.loads(json.dumps(op.attributes)))
         assert made.attributes == op.attributes
         assert made.input_types(48, 24, "float16") == op.input_types(48, 24, "float16")  # type: ignore[attr-defined]
-    router = ExpertAttributes.of(CONFIGS["nemotron"]).router
-    assert router == CONFIGS["nemotron"].router
+    for name in ("nemotron", "groups"):
+        assert ExpertAttributes.of(CONFIGS[name]).router == CONFIGS[name].router
     assert ExpertAttributes.of(CONFIGS["gpt-oss"]).expert == CONFIGS["gpt-oss"].expert
+
+
+def test_attributes_without_groups_are_those_of_one_group() -> None:
+    """Engine folders of earlier versions have no others."""
+    attributes = ExpertAttributes.of(PLAIN).attributes()
+    earlier = {name: value for name, value in attributes.items() if name not in ("num_groups", "groups_per_token")}
+    assert len(attributes) - len(earlier) == 2
+    assert create_operation("experts", earlier).attributes == attributes
 
 
 def types_of(config: RoutedMlpConfig, **sizes: int) -> dict[str, TensorType]:
@@ -252,6 +267,7 @@ def test_inputs_that_do_not_fit_are_refused(name: str, wrong: TensorType) -> Non
         ({"activation": 4}, "experts, activation"),
         ({"activation": 3, "alpha": 0.0, "limit": 1.0}, "alpha"),
         ({"experts_per_token": 8}, "experts_per_token"),
+        ({"num_groups": 2}, "RouterConfig.num_groups"),
         ({"up_kind": 5, "up_group_shift": 0, "up_scales": 0}, "packed weights, kind"),
         ({"up_kind": 1, "up_group_shift": 0, "up_scales": 4}, "packed weights, scales"),
     ],
@@ -281,7 +297,6 @@ def with_router(**fields: int) -> RoutedMlpConfig:
     ("config", "hidden", "dtype", "expected"),
     [
         (PLAIN, 48, "float32", "dtype: expected float16 or bfloat16 for experts, got float32"),
-        (with_router(num_experts=8, experts_per_token=2, num_groups=2), 48, "float16", "num_groups: expected 1, got 2"),
         (with_router(num_experts=513, experts_per_token=2), 48, "float16", "num_experts: expected at most 512"),
         (with_router(num_experts=500, experts_per_token=257), 48, "float16", "experts_per_token: expected at most 256"),
         (replace(PLAIN, expert=MlpConfig(intermediate_size=40, gated=False)), 48, "float16", "expected relu2 or linear, got silu"),

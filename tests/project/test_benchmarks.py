@@ -241,6 +241,8 @@ def test_the_tables_of_packed_weights(monkeypatch):
         ("0.70 to 0.75", "at least 0.8"),
         ("1.20", "at most 1.5"),
     ]
+    pairs = [{"model": "a", "schemes": "q4_k and q6_k", "rows": 1, "us": {"one launch": 8.0, "two and cat": 12.0}}]
+    assert [*tables._packed_linear({**content, "pairs": to_table(pairs)})][1][1] == "1.50"
     cell = {"model": "a", "batch": 1, "past": 9, "side": "ours", "step_ms": {"median": 2.5}, "of_limit": 0.5}
     peer = {**cell, "side": "llama", "step_ms": {"median": 3.5}, "block_type": "Q4_0"}
     [(what, value, _), (other, their_value, _)] = tables._packed_end_to_end({"weights": "q4_0", "cells": {"a": cell, "b": peer}})

@@ -56,6 +56,7 @@ OWN_PROCESS = (
     "test_linear",
     "test_packed_linear_kernels",
     "test_super_block_kernels",
+    "test_packed_pair_kernels",
     "test_expert_kernels",
     "test_packed_expert_kernels",
     "test_super_block_expert_kernels",
@@ -166,6 +167,8 @@ LINEAR_TESTS, DECODER_LAYER_TESTS = "test_linear_kernels.py", "test_decoder_laye
 COLUMN_TESTS = "test_column_order_kernels.py"
 PACKED_TESTS, PACKED_LINEAR, PACKED_VALUES = "test_packed_linear_kernels.py", "linear/packed_stream.cuh", "linear/packed_values.cuh"
 NVFP4_TESTS = f"{PACKED_TESTS}::test_every_value_of_nvfp4_bit_for_bit"
+PAIR_TESTS, PAIRS = "test_packed_pair_kernels.py", "linear/packed_pairs.cu"
+SEVERAL_TILES = f"{PAIR_TESTS}::test_several_tiles_of_a_block"
 SUPER_BLOCK_TESTS, SUPER_BLOCKS = "test_super_block_kernels.py", "linear/super_block_values.cuh"
 EXPERT_TESTS, EXPERTS, DENSE_EXPERTS = "test_expert_kernels.py", "linear/experts.cuh", "linear/dense_expert_weights.cuh"
 ROUTER_TESTS, ROUTER = "test_router_kernels.py", "router.cu"
@@ -1142,6 +1145,47 @@ MISTAKES = {
         NVFP4_TESTS,
         "Mismatched",
     ),
+    "sums of the second matrix over those of the first one": (PAIRS, "    __syncthreads();", "    ;", "thread", SEVERAL_TILES, RACE),
+    "tiles of the second matrix that no block has": (
+        PAIRS,
+        "(block + blocks - first.tiles % blocks) % blocks",
+        "(block + blocks - first.tiles % blocks)",
+        "none",
+        PAIR_TESTS,
+        "test_linear",
+    ),
+    "tiles of the second matrix that follow no others": (
+        PAIRS,
+        "first.tiles % blocks) % blocks",
+        "0) % blocks + 1",
+        "none",
+        PAIR_TESTS,
+        "test_",
+    ),
+    "the bias of the first matrix for both": (
+        PAIRS,
+        "{{x, part##_bias,",
+        "{{x, first_bias,",
+        "none",
+        PAIR_TESTS,
+        "test_linear",
+    ),
+    "outputs of the first matrix for both": (
+        PAIRS,
+        "static_cast<int>(part##_outputs)",
+        "static_cast<int>(first_outputs)",
+        "none",
+        PAIR_TESTS,
+        "test_linear",
+    ),
+    "rows of results without what is between them": (
+        PACKED_LINEAR,
+        "return params.out_stride;",
+        "return params.outputs;",
+        "none",
+        PAIR_TESTS,
+        "test_linear",
+    ),
     "other bits of the first pair for all": (
         SUPER_BLOCKS,
         "kHighBits * pair",
@@ -1422,6 +1466,55 @@ MISTAKES = {
         ROUTER,
         "ranks[expert] = rank;\n    __syncthreads();",
         "ranks[expert] = rank;",
+        "thread",
+        ROUTER_TESTS,
+        RACE,
+    ),
+    "groups by the highest score only": (
+        ROUTER,
+        "rank_of(highest[2 * group] + highest[2 * group + 1], group)",
+        "rank_of(highest[2 * group], group)",
+        "none",
+        ROUTER_TESTS,
+        "test_choices",
+    ),
+    "groups by three scores": (
+        ROUTER,
+        "if (place < 2) highest[2 * group + place] = score;",
+        "if (place < 3) highest[2 * group + place / 2] = score;",
+        "none",
+        ROUTER_TESTS,
+        "test_choices",
+    ),
+    "one group too many": (ROUTER, "return before < groups_per_token", "return before <= groups_per_token", "none", ROUTER_TESTS, "test_"),
+    "groups without the bias of the choice": (
+        ROUTER,
+        "chosen_scores, expert, score + bias, experts",
+        "chosen_scores, expert, score, experts",
+        "none",
+        ROUTER_TESTS,
+        "test_choices",
+    ),
+    "experts of other groups as of score zero": (
+        ROUTER,
+        "groups_per_token)) rank = 0;",
+        "groups_per_token)) rank = rank_of(0.0f, expert);",
+        "none",
+        f"{ROUTER_TESTS}::test_groups_of_scores_below_zero",
+        "assert",
+    ),
+    "groups that are compared before their scores are there": (
+        ROUTER,
+        "    }\n    __syncthreads();\n    if (!exists) return false;",
+        "    }\n    if (!exists) return false;",
+        "thread",
+        ROUTER_TESTS,
+        RACE,
+    ),
+    "places of experts before those of other groups are out": (
+        ROUTER,
+        "        __syncthreads();\n    }\n    int place = 0;",
+        "    }\n    int place = 0;",
         "thread",
         ROUTER_TESTS,
         RACE,

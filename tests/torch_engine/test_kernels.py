@@ -68,7 +68,7 @@ LAUNCHED = {
     tiled_experts: ("sort_by_expert", "expert_tiles_up", "expert_tiles_down", "weighted_sums"),
     kernel_router: ("router_logits", "choose_experts"),
     kernel_projections: ("linear", "linear_gated_mul"),
-    packed_projections: ("packed_linear", "packed_linear_gated_mul", "packed_dequantize", "gather_columns"),
+    packed_projections: ("packed_linear", "packed_linear_pair", "packed_linear_gated_mul", "packed_dequantize", "gather_columns"),
     row_lookup: ("embed",),
     state_kernels: ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"),
 }
@@ -251,8 +251,7 @@ def test_experts_agree_with_the_reference_engine(memory, calls, name, changes, l
         check_agreement(session, expected, TOLERANCES[dtype])
     routers = [layer.mlp.router for layer in checkpoint.config.layers if isinstance(layer.mlp, RoutedMlpConfig)]
     assert calls[launched] == calls["expert_down"] == 3 * len(routers) > 0, "the second chunk and two decode steps have few rows"
-    of_one_group = sum(router.num_groups == 1 for router in routers)
-    assert calls["router_logits"] == calls["choose_experts"] == 4 * of_one_group, "torch chooses groups of experts"
+    assert calls["router_logits"] == calls["choose_experts"] == 4 * len(routers)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -447,25 +446,29 @@ def test_experts_in_nvfp4_are_dequantized(memory, calls, tmp_path):
     assert calls["packed_linear"] > 0
 
 
-#: Types of matrices, launches of a layer beside that of gate and up, dtype and head dim. 320 inputs of o are no super-blocks.
+#: Types of matrices, launches of a layer for one matrix beside that of gate and up, and for two; dtype and head dim. 320 inputs of o are no
+#: super-blocks.
 SUPER_BLOCK_MODELS = {
-    "Q4_K_M": ({}, 4, "float16", 64),
-    "Q5_K": (dict.fromkeys(Q4_K_M, "Q5_K"), 3, "float16", 64),
-    "with Q8_0": ({"o_proj": "Q8_0", "k_proj": "Q8_0"}, 5, "bfloat16", 80),
+    "Q4_K_M": ({}, 2, 1, "float16", 64),
+    "Q5_K": (dict.fromkeys(Q4_K_M, "Q5_K"), 3, 0, "float16", 64),
+    "with Q8_0": ({"o_proj": "Q8_0", "k_proj": "Q8_0"}, 3, 1, "bfloat16", 80),
+    "Q8_0 last": ({"q_proj": "Q6_K", "k_proj": "Q8_0", "v_proj": "Q8_0"}, 2, 1, "bfloat16", 64),
+    "Q4_0, which has no launch for two": ({"v_proj": "Q4_0"}, 4, 0, "float16", 64),
 }
 
 
 @pytest.mark.parametrize("types", SUPER_BLOCK_MODELS)
 @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
 def test_super_blocks_of_several_types_agree_with_the_reference_engine(memory, calls, tmp_path, types):
-    changed, launches, dtype, head_dim = SUPER_BLOCK_MODELS[types]
+    changed, of_one, of_two, dtype, head_dim = SUPER_BLOCK_MODELS[types]
     write_q4_k_m(tmp_path / "model", changed, head_dim=head_dim)
     session, reference = packed_sessions(memory, tmp_path / "model", dtype, None)
     with session, reference:
         check_agreement(session, reference, TOLERANCES[dtype])
     steps = calls["attend"] / 2
     assert calls["packed_linear_gated_mul silu"] == 2 * steps > 0
-    assert calls["packed_linear"] == (2 * launches + 1) * steps, "two layers and the head"
+    assert calls["packed_linear"] == (2 * of_one + 1) * steps, "two layers and the head"
+    assert calls["packed_linear_pair"] == 2 * of_two * steps
     assert calls["linear"] == calls["packed_dequantize"] == 0
 
 

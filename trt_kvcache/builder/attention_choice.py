@@ -205,7 +205,7 @@ _KERNEL_LIMITS = (
 )
 
 _EXPERT_LIMITS = (
-    f"experts in float32; on compute capability {TURING}; more than {MAX_EXPERTS} of them; in groups; with sizes that are no multiples of "
+    f"experts in float32; on compute capability {TURING}; more than {MAX_EXPERTS} of them; with sizes that are no multiples of "
     f"{INPUT_GRANULE}"
 )
 

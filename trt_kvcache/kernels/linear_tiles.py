@@ -26,6 +26,11 @@ PACKED_BITS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8, "q4_k": 4, "q5_k": 5,
 #: The same for weights in super-blocks.
 SUPER_BLOCK_TYPES = {"q4_k": "Q4K", "q5_k": "Q5K", "q6_k": "Q6K"}
 
+#: Pairs of formats that published files have in projections of one input, for which one launch has kernels: the first, narrower one is in
+#: super-blocks; int8 has scales in :data:`PAIR_SCALES`, as Q8_0.
+PAIRS = (("q4_k", "q5_k"), ("q4_k", "q6_k"), ("q5_k", "q6_k"), ("q4_k", "int8"), ("q5_k", "int8"), ("q6_k", "int8"))
+PAIR_SCALES = "float16"
+
 #: The dtypes of scales of e2m1: e8m0, powers of two by their exponents; and e4m3, of NVFP4.
 EXPONENTS, NVFP4_SCALES = "uint8", "float8_e4m3fn"
 
@@ -80,7 +85,15 @@ def linear_tiles(rows: int, arch: str, packed: str | None = None) -> LinearTiles
 
 def linear_macros(rows: int, arch: str, packed: str | None = None) -> dict[str, int]:
     """Return the macros of the source for rows of :data:`ROW_COUNTS`; ``packed``: a key of :data:`PACKED_BITS`."""
-    tiles = linear_tiles(rows, arch, packed)
+    return _macros(rows, linear_tiles(rows, arch, packed))
+
+
+def pair_macros(rows: int, arch: str, kinds: tuple[str, str]) -> dict[str, int]:
+    """Return the same macros for two matrices of these keys of :data:`PACKED_BITS`."""
+    return _macros(rows, pair_tiles(rows, arch, kinds))
+
+
+def _macros(rows: int, tiles: LinearTiles) -> dict[str, int]:
     return {"ROW_TILES": rows // TILE_ROWS, "WARPS": tiles.warps, "LOADS": tiles.loads}
 
 
@@ -116,6 +129,42 @@ def linear_plan(rows: int, outputs: int, gated: bool, arch: str, multiprocessors
     step_nbytes = tile * tiles.warps * FRAGMENT_INPUTS * bits // 8
     prefetched_steps = tiles.prefetched_kib * _KIB * multiprocessors // (blocks * step_nbytes)
     return LinearPlan(compiled, tile, count, tile_outputs, tiles.warps, blocks, prefetched_steps)
+
+
+class PairPlan(NamedTuple):
+    """A launch of two products of one input, whose matrices have different formats."""
+
+    #: Rows that the source is compiled for.
+    rows: int
+    #: Outputs of a tile.
+    tile: int
+    #: Tiles of each product.
+    tiles: tuple[int, int]
+    #: Warps of a block, and blocks.
+    warps: int
+    blocks: int
+    #: Steps of a block that are prefetched into the L2, of each product.
+    prefetched_steps: tuple[int, int]
+
+
+def pair_tiles(rows: int, arch: str, kinds: tuple[str, str]) -> LinearTiles:
+    """Return the sizes for two matrices of these keys of :data:`PACKED_BITS`: those of the one that has fewer loads in flight."""
+    return min((linear_tiles(rows, arch, kind) for kind in kinds), key=lambda tiles: tiles.loads)
+
+
+@lru_cache(maxsize=256)
+def pair_plan(rows: int, outputs: tuple[int, int], kinds: tuple[str, str], arch: str, multiprocessors: int) -> PairPlan:
+    """Return the launch for products of ``rows`` rows with two matrices of ``outputs`` rows and keys of :data:`PACKED_BITS`."""
+    compiled = next(count for count in ROW_COUNTS if rows <= count)
+    tiles = pair_tiles(compiled, arch, kinds)
+    slots = multiprocessors * tiles.blocks_per_sm
+    small, large = (tuple(-(-count // size) for count in outputs) for size in (SMALL_TILE, LARGE_TILE))
+    is_large = 100 * _busy_share(sum(large), slots) >= tiles.large_percent * _busy_share(sum(small), slots)
+    tile, counts = (LARGE_TILE, large) if is_large else (SMALL_TILE, small)
+    blocks = min(sum(counts), slots)
+    prefetched_nbytes = tiles.prefetched_kib * _KIB * multiprocessors // (2 * blocks)
+    steps = (prefetched_nbytes // (tile * tiles.warps * FRAGMENT_INPUTS * PACKED_BITS[kind] // 8) for kind in kinds)
+    return PairPlan(compiled, tile, (counts[0], counts[1]), tiles.warps, blocks, (next(steps), next(steps)))
 
 
 @lru_cache(maxsize=256)

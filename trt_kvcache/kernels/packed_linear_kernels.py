@@ -19,20 +19,20 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def _linear_on_host(x: DeviceTensor, weight: PackedMatrix, bias: DeviceTensor | None, out: DeviceTensor, stream: Any) -> None:
-    array_of(out)[...] = _product(x, weight, bias)
+    array_of(out)[...] = product_on_host(x, weight, bias)
 
 
 def _gated_mul_on_host(
     x: DeviceTensor, weight: PackedMatrix, bias: DeviceTensor | None, out: DeviceTensor, activation: str, stream: Any
 ) -> None:
-    array_of(out)[...] = gated(activation, _product(x, weight, bias))
+    array_of(out)[...] = gated(activation, product_on_host(x, weight, bias))
 
 
 def _dequantize_on_host(out: DeviceTensor, weight: PackedMatrix, first_output: int, stream: Any) -> None:
     array_of(out)[...] = weight.on_host(out.numpy_dtype)[first_output : first_output + len(out)]
 
 
-def _product(x: DeviceTensor, weight: PackedMatrix, bias: DeviceTensor | None) -> Array:
+def product_on_host(x: DeviceTensor, weight: PackedMatrix, bias: DeviceTensor | None) -> Array:
     """Return the product in float32."""
     weights = weight.on_host(x.numpy_dtype).astype(np.float32)
     with np.errstate(invalid="ignore"):  # infinity times a weight of 0
@@ -67,7 +67,7 @@ def _launch(suffix: str, x: DeviceTensor, weight: PackedMatrix, bias: DeviceTens
         (plan.blocks, 1, 1),
         (
             *(x.ptr, *weight.pointers, address(bias), out.ptr),
-            *(rows, outputs, inputs, plan.tiles, plan.tile_outputs, plan.prefetched_steps, *weight.numbers),
+            *(rows, outputs, inputs, plan.tiles, plan.tile_outputs, plan.prefetched_steps, out.strides[0], *weight.numbers),
         ),
         stream,
         threads=_WARP * plan.warps,
@@ -89,7 +89,8 @@ def _dequantize_on_device(out: DeviceTensor, weight: PackedMatrix, first_output:
     )
 
 
-#: Multiply rows ``[1 to 16, inputs]`` with a packed matrix into ``[rows, outputs]`` of their dtype or float32. The bias may be None.
+#: Multiply rows ``[1 to 16, inputs]`` with a packed matrix into ``[rows, outputs]`` of their dtype or float32, which may be columns of a
+#: wider tensor. The bias may be None.
 packed_linear_kernel = Kernel(_linear_on_host, _linear_on_device)
 
 #: The same product, then the activation (``silu``, ``gelu_tanh``) of its first half of columns times its second half. Halves are

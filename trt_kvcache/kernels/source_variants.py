@@ -19,12 +19,15 @@ from trt_kvcache.kernels.linear_tiles import (
     EXPONENTS,
     NVFP4_SCALES,
     PACKED_TYPES,
+    PAIR_SCALES,
+    PAIRS,
     ROW_COUNTS,
     SUPER_BLOCK_TYPES,
     TILE_ROWS,
     TILED_ROWS,
     expert_tile_macros,
     linear_macros,
+    pair_macros,
 )
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
@@ -44,8 +47,14 @@ RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurre
 #: The dtypes of states for each dtype of activations.
 STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 
-#: The sources of projections of few rows, with weights in 16 bits, with packed ones, and those in super-blocks; and for chosen experts.
-LINEAR_SOURCE, PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE = "linear", "linear_packed", "linear_super_blocks"
+#: The sources of projections of few rows, with weights in 16 bits, with packed ones, those in super-blocks, and two packed matrices in
+#: different formats; and for chosen experts.
+LINEAR_SOURCE, PACKED_LINEAR_SOURCE, SUPER_BLOCK_SOURCE, PAIR_SOURCE = (
+    "linear",
+    "linear_packed",
+    "linear_super_blocks",
+    "linear_packed_pairs",
+)
 EXPERT_SOURCE, PACKED_EXPERT_SOURCE = "linear_experts", "linear_packed_experts"
 SUPER_BLOCK_EXPERT_SOURCE = "linear_super_block_experts"
 
@@ -92,6 +101,8 @@ def variant_names(source: str) -> list[str]:
         of_experts = (TILE_ROWS,) if source == SUPER_BLOCK_EXPERT_SOURCE else (TILED_ROWS,)
         counts = ROW_COUNTS if source == SUPER_BLOCK_SOURCE else of_experts
         return [variant_name(source, dtype, rows, kind) for dtype in ELEMENT_TYPES for rows in counts for kind in SUPER_BLOCK_TYPES]
+    if source == PAIR_SOURCE:
+        return [pair_variant_name(dtype, rows, kinds) for dtype in ELEMENT_TYPES for rows in ROW_COUNTS for kinds in PAIRS]
     return [source]
 
 
@@ -119,6 +130,11 @@ def packed_variant_name(source: str, dtype: str, rows: int, kind: str, scale_dty
     return f"{source}-{dtype}-{rows}-{kind}-{scale_dtype}"
 
 
+def pair_variant_name(dtype: str, rows: int, kinds: tuple[str, str]) -> str:
+    """Return the name of a variant for two matrices of different formats."""
+    return f"{PAIR_SOURCE}-{dtype}-{rows}-{'-'.join(kinds)}"
+
+
 def variant_macros(name: str, arch: str) -> dict[str, str]:
     """Return the macros of a variant for an architecture; none for a source without variants."""
     source, _, variant = name.partition("-")
@@ -135,6 +151,14 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
     if source in (SUPER_BLOCK_SOURCE, SUPER_BLOCK_EXPERT_SOURCE, SUPER_BLOCK_EXPERT_TILE_SOURCE):
         macros = _product_macros(source, int(second), arch, kv_dtype[0])
         return {"ELEMENT": ELEMENT_TYPES[dtype], "STORED": SUPER_BLOCK_TYPES[kv_dtype[0]], **macros}
+    if source == PAIR_SOURCE:
+        first, last = kv_dtype
+        macros = {macro: str(value) for macro, value in pair_macros(int(second), arch, (first, last)).items()}
+        is_super_block = last in SUPER_BLOCK_TYPES
+        others = (
+            {"SECOND": SUPER_BLOCK_TYPES[last]} if is_super_block else {"STORED": PACKED_TYPES[last], "SCALE": _SCALE_TYPES[PAIR_SCALES]}
+        )
+        return {"ELEMENT": ELEMENT_TYPES[dtype], "FIRST": SUPER_BLOCK_TYPES[first], **others, **macros}
     is_tree = _TREE in kv_dtype
     kv_dtype = [one for one in kv_dtype if one != _TREE]
     tiles = {macro: str(value) for macro, value in (QUANTIZED_TILES if kv_dtype else TILES)[source](int(second), arch).items()}

@@ -36,6 +36,8 @@ class ExpertAttributes:
     router_bias: int = 0
     choice_bias: int = 0
     expert_scale: int = 0
+    num_groups: int = 1
+    groups_per_token: int = 1
     activation: int = 0  # index in ACTIVATIONS, or the next number for clamped SwiGLU, with alpha and limit
     alpha: float = 0.0
     limit: float = 0.0
@@ -64,6 +66,8 @@ class ExpertAttributes:
             router_bias=int(router.bias),
             choice_bias=int(router.choice_bias),
             expert_scale=int(router.expert_scale),
+            num_groups=router.num_groups,
+            groups_per_token=router.groups_per_token,
             activation=_ACTIVATIONS.index(ClampedSwiGLU.kind if isinstance(expert.activation, ClampedSwiGLU) else expert.activation),
             alpha=clamped.alpha if clamped else 0.0,
             limit=clamped.limit if clamped else 0.0,
@@ -100,6 +104,8 @@ class ExpertAttributes:
             bias=bool(self.router_bias),
             choice_bias=bool(self.choice_bias),
             expert_scale=bool(self.expert_scale),
+            num_groups=self.num_groups,
+            groups_per_token=self.groups_per_token,
         )
 
     @property
@@ -126,8 +132,6 @@ def why_not_in_kernels(config: RoutedMlpConfig, hidden_size: int, dtype: str) ->
     router, expert = config.router, config.expert
     if dtype not in ELEMENT_TYPES:
         return f"dtype: expected {' or '.join(ELEMENT_TYPES)} for experts, got {dtype}"
-    if router.num_groups > 1:
-        return f"router.num_groups: expected 1, got {router.num_groups}"
     for name, value, most in (
         ("num_experts", router.num_experts, MAX_EXPERTS),
         ("experts_per_token", router.experts_per_token, MAX_EXPERT_PAIRS),

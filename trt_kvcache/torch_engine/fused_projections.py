@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from trt_kvcache.kernels.compile import compile_ahead
 from trt_kvcache.torch_engine.adapter_updates import fused_updates
 from trt_kvcache.torch_engine.joined_matrices import joined_matrices
+from trt_kvcache.torch_engine.kernel_variants import pair_variants
 from trt_kvcache.torch_engine.operations import TorchMatrix, TorchProjection, dense
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 from trt_kvcache.torch_engine.packed_weight import PackedWeight
@@ -63,4 +65,8 @@ def _packed(matrices: Sequence[PackedMatrix]) -> PackedMatrix | PackedParts:
     for matrix in matrices[1:]:
         whole = joined_matrices((parts[-1], matrix))
         parts[-1:] = (parts[-1], matrix) if whole is None else (whole,)
-    return parts[0] if len(parts) == 1 else PackedParts(tuple(parts))
+    if len(parts) == 1:
+        return parts[0]
+    found = PackedParts(tuple(parts))
+    compile_ahead(pair_variants(found), parts[0].memory.arch)  # type: ignore[attr-defined]  # a GPU
+    return found

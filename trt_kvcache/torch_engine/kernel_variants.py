@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, TILE_ROWS, TILED_ROWS
+from trt_kvcache.kernels.packed_pair_kernels import pair_variant
 from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, EXPERT_TILE_SOURCE, LINEAR_SOURCE, TILES, head_dims_of, variant_name
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
-from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
+from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 
 
 def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> Iterator[str]:
@@ -35,3 +36,11 @@ def packed_variants(weight: PackedMatrix, dtype: str, *, of_expert: bool) -> Ite
         yield weight.tensors.expert_variant(dtype)
         yield weight.tensors.expert_tile_variant(dtype)
     yield weight.tensors.variant(dtype, ROW_COUNTS[0])
+
+
+def pair_variants(parts: PackedParts) -> Iterator[str]:
+    """Yield the variants of decode steps for two parts in one launch."""
+    for launch in parts.launches:
+        if len(launch) == 2:
+            first, second = launch
+            yield pair_variant(first.tensors, second.tensors, str(first.dtype).removeprefix("torch."), ROW_COUNTS[0])

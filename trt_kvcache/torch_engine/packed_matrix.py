@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from trt_kvcache.kernels import packed_tensors
+from trt_kvcache.kernels.packed_pair_kernels import pair_is_supported
+from trt_kvcache.memory.base import Memory
 
 
 class PackedMatrix(ABC):
@@ -17,6 +20,8 @@ class PackedMatrix(ABC):
     ``order``: the input of each column that they read (act-order), int32 ``[inputs]`` on the device; None for inputs in order.
     """
 
+    dtype: torch.dtype
+    memory: Memory
     outputs: int
     inputs: int
     order: torch.Tensor | None = None
@@ -49,9 +54,20 @@ def have_one_order(matrices: Sequence[PackedMatrix]) -> bool:
 
 @dataclass(frozen=True)
 class PackedParts:
-    """Matrices of the same input with concatenated outputs, in different formats: a launch for each."""
+    """Matrices of the same input with concatenated outputs, in different formats: a launch for each, or for two neighbours."""
 
     parts: tuple[PackedMatrix, ...]
+
+    @cached_property
+    def launches(self) -> tuple[tuple[PackedMatrix, ...], ...]:
+        """The parts of each launch for few rows, in order: two if there are kernels for their formats."""
+        found: list[tuple[PackedMatrix, ...]] = []
+        for part in self.parts:
+            if found and len(found[-1]) == 1 and _are_pair(found[-1][0], part):
+                found[-1] = (*found[-1], part)
+            else:
+                found.append((part,))
+        return tuple(found)
 
     @property
     def outputs(self) -> int:
@@ -66,3 +82,7 @@ class PackedParts:
     def dequantized(self) -> torch.Tensor:
         """See :meth:`PackedMatrix.dequantized`."""
         return torch.cat([part.dequantized() for part in self.parts])
+
+
+def _are_pair(first: PackedMatrix, second: PackedMatrix) -> bool:
+    return first.order is None and second.order is None and pair_is_supported(first.tensors, second.tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from trt_kvcache.kernels.column_order_kernels import gather_columns_kernel
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS
 from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS
 from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel, packed_linear_gated_mul_kernel, packed_linear_kernel
+from trt_kvcache.kernels.packed_pair_kernels import packed_linear_pair_kernel
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import MlpConfig
@@ -41,10 +41,12 @@ class PackedProjections(Projections):
         """See :meth:`Projections.project`."""
         if isinstance(projection.weight, torch.Tensor):
             return self._others.project(projection, x)
-        if isinstance(projection.weight, PackedParts):
-            return self._project_parts(projection.weight.parts, projection.bias, x)
         out = x.new_empty((*x.shape[:-1], projection.weight.outputs))
-        self._write(x.flatten(0, -2), projection.weight, projection.bias, out.flatten(0, -2))
+        rows, results = x.flatten(0, -2), out.flatten(0, -2)
+        if isinstance(projection.weight, PackedParts):
+            self._write_parts(rows, projection.weight, projection.bias, results)
+        else:
+            self._write(rows, projection.weight, projection.bias, results)
         return out
 
     def activated(self, inputs: TorchProjection, x: torch.Tensor, config: MlpConfig) -> torch.Tensor:
@@ -69,13 +71,29 @@ class PackedProjections(Projections):
         else:
             self._others.write_logits(rows, head, logits)
 
-    def _project_parts(self, parts: Sequence[PackedMatrix], bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        counts = [part.outputs for part in parts]
-        biases = [None] * len(parts) if bias is None else bias.split(counts)
-        return torch.cat([self.project(TorchProjection(part, of), x) for part, of in zip(parts, biases, strict=True)], dim=-1)
+    def _write_parts(self, rows: torch.Tensor, weight: PackedParts, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Write the products of ``rows`` ``[n, in]`` with all parts into columns of ``out`` ``[n, out]``."""
+        first = 0
+        for parts in weight.launches if len(rows) <= MAX_PACKED_ROWS else ((part,) for part in weight.parts):
+            columns = slice(first, first + sum(part.outputs for part in parts))
+            of_parts = None if bias is None else bias[columns]
+            if len(parts) == 2:
+                self._write_pair(rows, parts, of_parts, out[:, columns])
+            else:
+                self._write(rows, parts[0], of_parts, out[:, columns])
+            first = columns.stop
+
+    def _write_pair(
+        self, rows: torch.Tensor, pair: tuple[PackedMatrix, PackedMatrix], bias: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        first, second = pair
+        for some, results in _launches(rows, out):
+            packed_linear_pair_kernel(
+                self._views.of(some), (first.tensors, second.tensors), self._view(bias), self._views.of(results), self._stream
+            )
 
     def _write(self, rows: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Write the product of ``rows`` ``[n, in]`` into ``out`` ``[n, out]``."""
+        """Write the product of ``rows`` ``[n, in]`` into ``out`` ``[n, out]``, which may be columns of a wider tensor."""
         rows = self._in_order(rows, weight)
         if len(rows) > MAX_PACKED_ROWS:
             self._write_many(rows, weight, bias, out)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builder.network.parts import Part
 from tests.builder.network.resolved import resolved
-from tests.helpers.models import attentions_of, model_of, skip_what_is_not_computed
+from tests.helpers.models import attentions_of, skip_what_is_not_computed
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS
 from trt_kvcache.builder import resolved_options
@@ -19,7 +19,6 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.resolved_options import COMPUTED_FEATURES, ResolvedOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.model import RoutedMlpConfig
 from trt_kvcache.trt.module import TensorRT, load
 
 #: The network of every test here: B, S and P all different, and different from the models' sizes.
@@ -60,10 +59,6 @@ def declared(rtx, network):
 @pytest.fixture(autouse=True)
 def _only_what_is_computed(request):
     skip_what_is_not_computed(request, COMPUTED_FEATURES)
-    model = request.node.callspec.params.get("model") if hasattr(request.node, "callspec") else None
-    mlps = [layer.mlp for layer in model_of(model).layers] if model in MODELS else []
-    if any(isinstance(mlp, RoutedMlpConfig) and mlp.router.num_groups > 1 for mlp in mlps):
-        pytest.skip(f"{model} has experts in groups, which the kernels do not know")
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """One network with plugin layers for each golden model: what it computes, with the plugin's NumPy twin, and that it builds."""
 
-from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 from tests.helpers.assertions import raises
 from tests.helpers.models import model_of, write_model
 from tests.helpers.quantized_models import AWQ_CONFIG, awq, write_quantized
-from tests.reference import rig
 from tests.reference.rig import golden
 from tests.sweeps import one_of_each_family, some
 from tests.trt.plugin.on_host import run_plugins_on_host
@@ -20,7 +17,6 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import RoutedMlpConfig
 from trt_kvcache.ops import attention_attributes, registry
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
@@ -30,7 +26,7 @@ from . import conftest
 from .conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH, MODELS
 from .interpreter import interpret
 from .plugin_networks import define_with_plugin_layers
-from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, LOGITS_TOLERANCE, STEPS, States, assert_near, run, tokens_of
+from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, States, assert_near, run, tokens_of
 from .test_segments import QUANTIZED_TOLERANCE
 
 pytestmark = pytest.mark.trt
@@ -145,30 +141,6 @@ def test_it_builds_into_one_plan_that_names_the_plugin(rtx, model):
     plan = build(define_with_plugin_layers(rtx, model, **BUILDS[model]))
     assert len(plan) > 10_000
     assert b"KVCacheAttention" in plan
-
-
-def test_latent_experts_compute_what_the_reference_engine_does(rtx, monkeypatch):
-    """Those of the golden model, whose router has groups, with one group."""
-
-    @contextmanager
-    def ungrouped(folder, **options):
-        with Checkpoint.open(folder, **options) as checkpoint:
-            layers = [replace(layer, mlp=_in_one_group(layer.mlp)) for layer in checkpoint.config.layers]
-            checkpoint.config = replace(checkpoint.config, layers=tuple(layers))
-            yield checkpoint
-
-    model = "nemotron_h-latent"
-    for module in (conftest, rig):
-        monkeypatch.setattr(module, "Checkpoint", SimpleNamespace(open=ungrouped))
-    network = define_with_plugin_layers(rtx, model)
-    sizes = {"batch": MAX_BATCH_SIZE, "length": MAX_SEQUENCE_LENGTH, "width": MAX_PREFILL_LENGTH}
-    reference = rig.Rig(model, **sizes, dtype="float16", attention="plugin")
-    for step, expected in zip(run(OnePlan(network), *tokens_of(model)), run(reference, *tokens_of(model)), strict=True):
-        assert_near(step, expected, LOGITS_TOLERANCE["float16"])
-
-
-def _in_one_group(mlp):
-    return replace(mlp, router=replace(mlp.router, num_groups=1, groups_per_token=1)) if isinstance(mlp, RoutedMlpConfig) else mlp
 
 
 #: A model whose experts are of whole tiles, so that quantized ones stay packed.
