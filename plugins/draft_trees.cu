@@ -68,8 +68,7 @@ extern "C" __global__ void __launch_bounds__(kTreeThreads)
 
     for (int i = threadIdx.x; i < kMaxTreeTokens * kMaxTreeTokens; i += kTreeThreads) {
         const int token = i / kMaxTreeTokens, rank = i % kMaxTreeTokens;
-        const bool exists =
-            rank < min(limit, top) && has_successors(token) && static_cast<int>(found_of(token)[rank]) >= 0;
+        const bool exists = rank < top && has_successors(token) && static_cast<int>(found_of(token)[rank]) >= 0;
         logprobs[i] = exists ? __uint_as_float(found_of(token)[top + rank]) : __uint_as_float(0xFF800000u);
     }
     __syncthreads();

@@ -194,7 +194,7 @@ SLOTS = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=["finite", "without some", "bad after two", "bad at once"])
-@pytest.mark.parametrize("name", list(SLOTS))
+@pytest.mark.parametrize("name", [*list(SLOTS)[:-1], pytest.param(list(SLOTS)[-1], marks=pytest.mark.long)])
 def test_the_chosen_path_and_the_best_of_all_others(memory, stream, name, damage):
     slots = SLOTS[name]
     width, levels = max(slot.limit for slot in slots) + 1, max(min(slot.limit, slot.depth) for slot in slots)
@@ -210,7 +210,7 @@ def test_the_chosen_path_and_the_best_of_all_others(memory, stream, name, damage
 
 
 @pytest.mark.parametrize("depths", [True, False])
-@pytest.mark.parametrize("name", ["sampled", "different, and slots without a draft", "all that there are"])
+@pytest.mark.parametrize("name", ["sampled", "different, and slots without a draft"])
 def test_inputs_of_the_next_enqueue(memory, stream, name, depths):
     slots = SLOTS[name]
     model = random_model(3)
@@ -244,7 +244,8 @@ def test_host_and_device_keep_the_same_of_equal_tokens(memory, stream):
         results = np.zeros(rows, ROW_RESULT)
         for row in range(rows):
             ids = rng.permutation(200)[:63]
-            logprobs = -np.sort(rng.integers(0, 12, 63)).astype(np.float32) / 4 - 0.25
+            logprobs = -np.sort(rng.integers(0, 12, 63)).astype(np.float32) / 4
+            logprobs[rng.integers(1, 4) :] -= 4  # so that trees become deep, and tokens at all of their places have successors
             logprobs[rng.integers(5, 63) :] = -np.inf
             count = int(rng.integers(4, 64))  # of a small vocabulary
             found[row, 1:64], found[row, 64:] = np.where(np.arange(63) < count, ids, -1), logprobs.view(np.int32)
@@ -263,6 +264,7 @@ def test_host_and_device_keep_the_same_of_equal_tokens(memory, stream):
         for (what, before), after in zip(scenes[0].written().items(), scenes[1].written().values(), strict=True):
             np.testing.assert_array_equal(before, after, f"{what}, level {level}")
     assert one["count"].tolist() == [63, 31, 0, 12, 40, 2]
+    assert one["parents"].max() > 32
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(7, "float16"), (640, "float16"), (4096, "float32")])

@@ -21,6 +21,7 @@ from trt_kvcache.kernels.delta_rule_kernels import (
     MATRIX_WARPS,
     MAX_KEY_DIM,
 )
+from trt_kvcache.kernels.draft_tree_kernels import TREE_THREADS
 from trt_kvcache.kernels.expert_kernels import MAX_EXPERT_PAIRS
 from trt_kvcache.kernels.gated_norm_kernels import NORM_THREADS
 from trt_kvcache.kernels.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
@@ -47,7 +48,7 @@ def test_the_name_of_a_source_is_its_path():
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
     few_rows = (2 + 19 + 6) * len(ROW_COUNTS) + 2 + 17  # with weights in 16 bits, packed and in super-blocks; of experts, and packed ones
-    assert len(names) == len(set(names)) == 11 + 3 * 2 * (5 + 5 + 2 * 6) + 5 * len(RECURRENT_SOURCES) + few_rows
+    assert len(names) == len(set(names)) == 12 + 3 * 2 * (5 + 5 + 2 * 6) + 5 * len(RECURRENT_SOURCES) + few_rows
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -90,6 +91,7 @@ class TestBothSides:
             ("kTileRows", TILE_ROWS),
             ("kMaxPairs", MAX_EXPERT_PAIRS),
             ("kMaxTreeTokens", MAX_TREE_TOKENS),
+            ("kTreeThreads", TREE_THREADS),
             ("kFragmentInputs", FRAGMENT_INPUTS),
             ("kFractionBits", FRACTION_BITS),
             ("kWeightBits", WEIGHT_BITS),
