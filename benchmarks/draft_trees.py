@@ -4,7 +4,7 @@
 
 Weights are random, as in ``draft_models.py``. ``decode_ms``, ``chain_ms`` and ``tree_ms`` are calls of ``session.verify`` with one token,
 and with a chain and a binary tree of as many tokens; each copies the logits of all its tokens to the host. ``propose_ms`` is the time in
-which the head generates a tree of this size (``draft_tree=``), tokens chosen on the host. Tokens with trees are first compared with those
+which the head generates a tree of this size (``draft_tree=``), which grows on the device. Tokens with trees are first compared with those
 without.
 """
 

@@ -7,6 +7,7 @@
 
 #include "argument_lists.cuh"
 #include "compaction.cuh"
+#include "tree_tokens.cuh"
 #include "vector_copy.cuh"
 
 // Written by kernels/layer_infos.py (KVLayerInfo).
@@ -117,9 +118,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     compact(head, read_mapping(mapping, lengths, old_batch, head.layer.max_sequence_length, tokens_per_row),
             row_nbytes);
 }
-
-// Tokens of a tree, at most. trt_kvcache/kernels/token_tree.py has the same number.
-constexpr int kMaxTreeTokens = 64;
 
 // Moves the vectors of a path to the front of the new tokens, in order. `tokens`: the vector of the first new token, of
 // which there is room for `room`. A token only moves down: so what is overwritten has been moved, or is no token of

@@ -21,16 +21,33 @@ struct ChunkSum {
     Number sum;  // of exp(logit - largest), times kOne
 };
 
-// Of `count` ranked tokens the largest that is below `limit`; 0 if there is none. For all threads of the block.
+// Ranked tokens, the largest first; 0 after the last one. For all threads of the block.
 template <class RankedAt>
-__device__ __forceinline__ Number next_ranked(int begin, int end, Number limit, RankedAt ranked_at) {
-    Number best = 0;
-    for (int i = begin + threadIdx.x; i < end; i += kRowThreads) {
-        const Number value = ranked_at(i);
-        if (value < limit) best = max(best, value);
+class Descending {
+    int begin, end;
+    RankedAt ranked_at;
+    Number best;  // of the tokens of this thread that have not come yet
+
+    __device__ __forceinline__ Number best_below(Number limit) const {
+        Number found = 0;
+        for (int i = begin + threadIdx.x; i < end; i += kRowThreads) {
+            const Number value = ranked_at(i);
+            if (value < limit) found = max(found, value);
+        }
+        return found;
     }
-    return block_max(best);
-}
+
+public:
+    __device__ __forceinline__ Descending(int begin, int end, RankedAt ranked_at)
+        : begin(begin), end(end), ranked_at(ranked_at), best(best_below(~0ull)) {}
+
+    // Only the thread that had the token reads its tokens again.
+    __device__ __forceinline__ Number next() {
+        const Number found = block_max(best);
+        if (found && found == best) best = best_below(found);
+        return found;
+    }
+};
 
 __device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * kLog2E); }
 
@@ -52,12 +69,12 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     const int begin = min(static_cast<int>(vocab), rank * size), end = min(static_cast<int>(vocab), begin + size);
     Number *const mine = workspace + row * words_of_row, *const found = mine + 1 + rank * of_block;
 
-    Number limit = ~0ull;
+    Descending tokens(begin, end, [&](int token) { return ranked(logits[token], token); });
     float largest = 0;
     for (int i = 0; i < max(top, 1); i++) {
-        limit = next_ranked(begin, end, limit, [&](int token) { return ranked(logits[token], token); });
-        if (i == 0) largest = logit_of_ranked(limit);
-        if (threadIdx.x == 0 && i < top) found[2 + i] = limit;
+        const Number next = tokens.next();
+        if (i == 0) largest = logit_of_ranked(next);
+        if (threadIdx.x == 0 && i < top) found[2 + i] = next;
     }
     Number sum = 0;
     if (is_finite(largest)) {
@@ -85,13 +102,12 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     const double logarithm = highest + log(total / kOne);
     unsigned* const of_row = out + row * (1 + 2 * top);
     if (threadIdx.x == 0) of_row[0] = __float_as_uint(static_cast<float>(logits[results[row].token] - logarithm));
-    limit = ~0ull;
+    Descending merged(0, blocks * top, [&](int at) { return mine[1 + at / top * of_block + 2 + at % top]; });
     for (int i = 0; i < top; i++) {
-        limit =
-            next_ranked(0, blocks * top, limit, [&](int at) { return mine[1 + at / top * of_block + 2 + at % top]; });
+        const Number next = merged.next();
         if (threadIdx.x == 0) {
-            of_row[1 + i] = limit ? static_cast<unsigned>(token_of_ranked(limit)) : ~0u;
-            of_row[1 + top + i] = __float_as_uint(limit ? static_cast<float>(logit_of_ranked(limit) - logarithm) : 0);
+            of_row[1 + i] = next ? static_cast<unsigned>(token_of_ranked(next)) : ~0u;
+            of_row[1 + top + i] = __float_as_uint(next ? static_cast<float>(logit_of_ranked(next) - logarithm) : 0);
         }
     }
 }

@@ -44,6 +44,21 @@ def test_a_token_of_padding_sees_itself(ancestors, memory, stream):
     assert ancestors.in_use
 
 
+@pytest.mark.parametrize("is_input", [False, True])
+def test_trees_that_kernels_write_run_until_the_next_write(memory, stream, is_input):
+    ancestors = StepAncestors(memory, max_slots=3, is_input=is_input)
+    tokens, depths = ancestors.written_on_device(2, 3)
+    memory.upload(tokens, np.array([1, 3, 5, 1, 2, 4]), stream=stream)
+    assert ancestors.in_use
+    assert read(ancestors, memory, stream, 2, 3).tolist() == [[1, 3, 5], [1, 2, 4]]
+    assert (depths is not None) == is_input
+    if depths is not None:
+        assert (depths.ptr, depths.shape, depths.dtype) == (ancestors.addresses["tree_depths"], (6,), "int32")
+    ancestors.write(None, 0, stream=stream)
+    assert not ancestors.in_use
+    ancestors.close()
+
+
 def test_the_last_of_64_tokens_has_the_sign_bit(ancestors, memory, stream):
     chain = [*range(-1, 63)]
     ancestors.write([chain, [-1] + [0] * 63, chain], 64, stream=stream)

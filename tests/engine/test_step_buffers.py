@@ -57,6 +57,21 @@ def test_the_last_tokens_follow_the_rows(buffers, stream):
         assert last(buffers, len(rows)) == [0] * len(rows)
 
 
+def test_all_tokens_of_rows_that_are_on_the_device(memory, stream):
+    """What the host wrote for the enqueue before may not have been copied yet."""
+    buffers = StepBuffers(memory, **OPTIONS, max_logits_per_slot=4)
+    buffers.write_rows([[1, 2, 3], [4]], 3, stream=stream)
+    found = memory.to_device(np.zeros(2, np.int32), stream=stream)
+    memory.copy_rows(found, buffers.last_token_ids.reshape(12), [(0, 0, 2)], stream=stream)
+    buffers.want_every_logit(2, 3, stream=stream)
+    buffers.want_every_logit(2, 3, stream=stream)
+    assert found.numpy().tolist() == [2, 0]
+    assert buffers.last_token_ids.numpy().ravel()[:6].tolist() == [0, 1, 2] * 2
+    buffers.write_rows([[1, 2, 3], [4]], 3, stream=stream)
+    assert buffers.last_token_ids.numpy().ravel()[:2].tolist() == [2, 0]
+    buffers.close()
+
+
 def test_all_tokens_of_each_row(memory, stream):
     buffers = StepBuffers(memory, **OPTIONS, max_logits_per_slot=3)
     chosen = buffers.last_token_ids.reshape(9)

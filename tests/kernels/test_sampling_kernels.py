@@ -225,6 +225,29 @@ def test_log_probabilities_of_several_sizes_share_a_workspace(memory, stream):
             np.testing.assert_allclose(words.view(np.float32)[[0, *range(1 + top, 1 + 2 * top)]], [chosen, *values], rtol=2e-6)
 
 
+@pytest.mark.parametrize("vocab_size", [40, 5000])
+def test_log_probabilities_of_all_tokens_that_a_workspace_has_room_for(memory, stream, vocab_size):
+    """Many ties, tokens without a probability, and the likeliest tokens all in one block of a row, or in one thread of it."""
+    logits = np.round(np.random.default_rng(6).normal(size=(4, vocab_size)) * 3).astype(np.float32)
+    logits[1, : vocab_size - 30] = -np.inf
+    logits[2] = np.linspace(-7, 7, vocab_size, dtype=np.float32)
+    logits[3, :: 512 if vocab_size > 512 else 3] += 30
+    rows = [Row(seed=index, logprobs=True) for index in range(4)]
+    made, tokens = make_rows(memory, rows, vocab_size, stream), make_tokens(memory, 4, stream)
+    workspace = SamplingWorkspace(memory, rows=4, vocab_size=vocab_size, max_top=63, stream=stream)
+    on_device = memory.to_device(logits, stream=stream)
+    choose_tokens(on_device, made, tokens, workspace=workspace, stream=stream)
+    out = memory.to_device(np.full((4, 127), -9, np.int32), stream=stream)
+    for _ in range(2):  # the workspace is left as it was
+        token_logprobs(on_device, made, out, workspace=workspace, stream=stream)
+    for words, of_row in zip(out.numpy(), logits.astype(np.float64), strict=True):
+        best = np.lexsort((np.arange(vocab_size), -of_row))[:63]
+        assert words[1 : 1 + len(best)].tolist() == best.tolist()
+        assert words[1 + len(best) : 64].tolist() == [-1] * (63 - len(best))
+        expected = of_row[best] - of_row.max() - np.log(np.exp(of_row - of_row.max()).sum())
+        np.testing.assert_allclose(words.view(np.float32)[64 : 64 + len(best)], expected, rtol=2e-6)
+
+
 class TestRefused:
     @pytest.fixture
     def scene(self, memory, stream):
@@ -278,7 +301,9 @@ class TestRefused:
         with raises(PlaceError, "tokens", "tensor of"):
             choose_tokens(**scene)
 
-    @pytest.mark.parametrize("sizes", [{"rows": 0, "vocab_size": 5}, {"rows": 1, "vocab_size": 2**20 + 1}])
+    @pytest.mark.parametrize(
+        "sizes", [{"rows": 0, "vocab_size": 5}, {"rows": 1, "vocab_size": 2**20 + 1}, {"rows": 1, "vocab_size": 5, "max_top": -1}]
+    )
     def test_sizes_of_a_workspace(self, memory, stream, sizes):
         with pytest.raises(RangeError):
             SamplingWorkspace(memory, **sizes, stream=stream)
@@ -288,4 +313,7 @@ class TestRefused:
         del scene["tokens"]
         out = memory.to_device(np.zeros((2, words), np.int32), stream=stream)
         with raises(ShapeError, "out", expected="[2, 1 + 2 * top] with top from 0 to 20"):
+            token_logprobs(**scene, out=out)
+        if words == 43:
+            scene["workspace"] = SamplingWorkspace(memory, rows=2, vocab_size=9, max_top=21, stream=stream)
             token_logprobs(**scene, out=out)

@@ -21,6 +21,7 @@ from trt_kvcache.kernels.delta_rule_kernels import (
     MATRIX_WARPS,
     MAX_KEY_DIM,
 )
+from trt_kvcache.kernels.draft_tree_kernels import TREE_THREADS
 from trt_kvcache.kernels.expert_kernels import MAX_EXPERT_PAIRS
 from trt_kvcache.kernels.gated_norm_kernels import NORM_THREADS
 from trt_kvcache.kernels.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
@@ -49,7 +50,7 @@ def test_names_are_those_of_all_variants():
     # Of few rows: with weights in 16 bits, packed, in super-blocks, and in two formats; of experts, the first three.
     few_rows = (2 + 19 + 6 + 12) * len(ROW_COUNTS) + 2 + 17 + 6
     many_rows = 2 + 17 + 6  # the same of experts
-    assert len(names) == len(set(names)) == 12 + 3 * 2 * (5 + 5 + 2 * 6) + 5 * len(RECURRENT_SOURCES) + few_rows + many_rows
+    assert len(names) == len(set(names)) == 13 + 3 * 2 * (5 + 5 + 2 * 6) + 5 * len(RECURRENT_SOURCES) + few_rows + many_rows
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -92,6 +93,7 @@ class TestBothSides:
             ("kTileRows", TILE_ROWS),
             ("kMaxPairs", MAX_EXPERT_PAIRS),
             ("kMaxTreeTokens", MAX_TREE_TOKENS),
+            ("kTreeThreads", TREE_THREADS),
             ("kFragmentInputs", FRAGMENT_INPUTS),
             ("kFractionBits", FRACTION_BITS),
             ("kWeightBits", WEIGHT_BITS),

@@ -13,6 +13,7 @@ from tests.helpers.sessions import make
 from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import InferenceSession
 from trt_kvcache.session.draft_steps import DraftSteps
+from trt_kvcache.session.draft_tree_steps import DraftTreeSteps
 
 
 @pytest.fixture
@@ -45,11 +46,13 @@ def opened(reference_model: Path) -> Iterator[Callable[..., InferenceSession]]:
 @pytest.fixture(params=["host", "device"])
 def choice_of_drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have models for drafts choose their tokens on the host, or where the logits are."""
-    init = DraftSteps.__init__
+    for steps in (DraftSteps, DraftTreeSteps) if request.param == "device" else ():
+        monkeypatch.setattr(steps, "__init__", _on_device(steps.__init__))
 
-    def init_on_device(self: DraftSteps, *arguments: Any, **options: Any) -> None:
+
+def _on_device(init: Callable[..., None]) -> Callable[..., None]:
+    def init_on_device(self: DraftSteps | DraftTreeSteps, *arguments: Any, **options: Any) -> None:
         init(self, *arguments, **options)
         self.on_device = self.can_be_on_device
 
-    if request.param == "device":
-        monkeypatch.setattr(DraftSteps, "__init__", init_on_device)
+    return init_on_device

@@ -106,6 +106,7 @@ def test_logits_of_the_head_after_each_path(opens: Open, folder: Path, head: Pat
                     assert_close(logits[index][oracle.tokens], expected[-1])
 
 
+@pytest.mark.usefixtures("choice_of_drafts")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.2}, {"temperature": 0.7, "repetition_penalty": 1.4, "logprobs": 2}], ids=str)
 def test_a_head_changes_no_token(opens: Open, head: Path, options: dict[str, Any]) -> None:
     expected = by_prompt(opens(None).generate(PROMPTS, params(**options)))
@@ -114,6 +115,7 @@ def test_a_head_changes_no_token(opens: Open, head: Path, options: dict[str, Any
     assert session.statistics.draft_tokens > 0
 
 
+@pytest.mark.usefixtures("choice_of_drafts")
 def test_a_head_that_is_right_has_the_longest_path_accepted(opens: Open, tmp_path: Path) -> None:
     ring = write_ring_model(tmp_path / "ring")
     place = write_ring_head(tmp_path / "head", ring)

@@ -22,6 +22,8 @@ from trt_kvcache.session.session_options import SessionOptions
 
 Open = Callable[..., InferenceSession]
 
+pytestmark = pytest.mark.usefixtures("choice_of_drafts")
+
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -152,14 +154,21 @@ def test_a_small_model_with_fewer_positions(opens: Open, tmp_path: Path) -> None
 
 def test_logits_that_are_not_finite_end_a_draft_and_no_sequence(opens: Open, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opens(near, draft_tree=12)
-    batch = small_of(session)._batch
-    verify, verified = batch.verify, []
+    batch, runner = small_of(session)._batch, small_of(session)._runner
+    verify, enqueue, verified = batch.verify, runner.enqueue_trees, []
 
     def damaged(rows: Any, parents: Any = None) -> Any:
         verified.append(rows)
         return verify(rows, parents) * np.float32(np.nan)
 
+    def damaged_on_device(trees: Any, count: int, width: int) -> None:
+        verified.append(count)
+        enqueue(trees, count, width)
+        _, logits = runner.device_views(count * width)
+        logits.memory.array(logits)[...] = np.nan
+
     monkeypatch.setattr(batch, "verify", damaged)
+    monkeypatch.setattr(runner, "enqueue_trees", damaged_on_device)
     expected = by_prompt(opens(None).generate(PROMPTS[:3], params()[:3]))
     assert by_prompt(session.generate(PROMPTS[:3], params()[:3])) == expected
     assert verified

@@ -156,6 +156,10 @@ PREFILL_OVER_QUANTIZED, DECODE_OVER_QUANTIZED, FEW_OVER_QUANTIZED = (
     f"{ATTENTION}.py::test_quantized_{test}" for test in ("prefill", "decode", "few")
 )
 SAMPLING, CHOOSE = "test_sampling_kernels.py", "sampling/choose.cu"
+LOGPROBS, MANY_LOGPROBS = "sampling/logprobs.cu", f"{SAMPLING}::test_log_probabilities_of_all_tokens_that_a_workspace_has_room_for"
+GROWN = "test_draft_tree_kernels.py"
+BEST_PATHS, TREE_INPUTS = f"{GROWN}::test_the_chosen_path_and_the_best_of_all_others", f"{GROWN}::test_inputs_of_the_next_enqueue"
+EQUAL_TOKENS, PARENT_ROWS = f"{GROWN}::test_host_and_device_keep_the_same_of_equal_tokens", f"{GROWN}::test_rows_of_parents"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 CONV, MAMBA2, DELTA = (f"recurrent/{name}.cu" for name in ("causal_conv1d", "mamba2", "delta_rule"))
@@ -655,6 +659,114 @@ MISTAKES = {
         "assert",
     ),
     "a sum relative to an older maximum": (SOFTMAX, "sums[i] *= scale;", "", "none", PREFILL, "error <="),
+    "a thread that has one likely token at most": (LOGPROBS, "best = best_below(found);", "best = 0;", "none", MANY_LOGPROBS, "assert"),
+    "a likely token that comes twice": (LOGPROBS, "if (value < limit) found", "if (value <= limit) found", "none", MANY_LOGPROBS, "assert"),
+    "a tree that keeps the last of equal tokens": (
+        "draft_trees.cu",
+        "key == other.key && index < other.index",
+        "key == other.key && index > other.index",
+        "none",
+        EQUAL_TOKENS,
+        "assert",
+    ),
+    "a token of a tree that stays before the chosen one": (
+        "draft_trees.cu",
+        "(token >= num_chosen ? extension : 0)",
+        "0",
+        "none",
+        BEST_PATHS,
+        "assert",
+    ),
+    "a chosen token that comes again": (
+        "draft_trees.cu",
+        "[next]) == chosen) next++",
+        "[next]) == -7) next++",
+        "none",
+        BEST_PATHS,
+        "assert",
+    ),
+    "a chosen token that is only as good as it is likely": (
+        "draft_trees.cu",
+        "extends && score > -infinity() ? infinity() : score",
+        "score",
+        "none",
+        BEST_PATHS,
+        "assert",
+    ),
+    "successors after logits that are not finite": (
+        "draft_trees.cu",
+        "results[row_of(token)].error == kNoError",
+        "true",
+        "none",
+        EQUAL_TOKENS,
+        "assert",
+    ),
+    "successors that are past the vocabulary": (
+        "draft_trees.cu",
+        " && static_cast<int>(found_of(token)[rank]) >= 0",
+        "",
+        "none",
+        EQUAL_TOKENS,
+        "assert",
+    ),
+    "successors of tokens that are not the deepest": (
+        "draft_trees.cu",
+        "tree.depths[token] != first_depth - 1",
+        "false",
+        "none",
+        EQUAL_TOKENS,
+        "assert",
+    ),
+    "a place in the tree before": (
+        "draft_trees.cu",
+        "parent < 0 ? -1 : new_place(parent), parent,",
+        "parent, parent,",
+        "none",
+        BEST_PATHS,
+        "assert",
+    ),
+    "random numbers of the level before": (
+        "draft_trees.cu",
+        "row.counter += first_depth;",
+        "row.counter += first_depth - 1;",
+        "none",
+        TREE_INPUTS,
+        "assert",
+    ),
+    "a level after the last one": ("draft_trees.cu", " && first_depth < tree.max_depth;", ";", "none", TREE_INPUTS, "assert"),
+    "ancestors among the first 32 tokens": (
+        "draft_trees.cu",
+        "path |= 1ull << parent",
+        "path |= 1u << parent % 32",
+        "none",
+        EQUAL_TOKENS,
+        "assert",
+    ),
+    "inputs from a tree that is not written yet": (
+        "draft_trees.cu",
+        "extension;\n    }\n    __syncwarp();",
+        "extension;\n    }",
+        "thread",
+        EQUAL_TOKENS,
+        RACE,
+    ),
+    "successors that are compared before they are loaded": (
+        "draft_trees.cu",
+        "__syncthreads();\n    if (threadIdx.x >= 32)",
+        "if (threadIdx.x >= 32)",
+        "thread",
+        EQUAL_TOKENS,
+        RACE,
+    ),
+    "a parent in the first slot": (
+        "draft_trees.cu",
+        "(slot * width + parent) * row_nbytes",
+        "parent * row_nbytes",
+        "none",
+        PARENT_ROWS,
+        "assert",
+    ),
+    "a root whose state is another slot's": ("draft_trees.cu", "sequences + slot * row_nbytes", "sequences", "none", PARENT_ROWS, "assert"),
     "random numbers that are one block off": ("sampling/philox.cuh", "index / 4 + 1", "index / 4", "none", SAMPLING, "assert"),
     "ties that go to the smallest logits": (
         "sampling/weights.cuh",

@@ -70,6 +70,16 @@ class StepAncestors:
         """Return the tokens of an enqueue of ``width`` tokens in each slot, at most ``MAX_TREE_TOKENS``."""
         return self._table[: slots * width].reshape(slots, width)
 
+    def written_on_device(self, slots: int, width: int) -> tuple[DeviceTensor, DeviceTensor | None]:
+        """Return the tokens ``[slots * width]`` and their depths, None if the engine does not read these, for kernels to write.
+
+        The next enqueues run the trees that are there, until the next :meth:`write`.
+        """
+        self.in_use, count, depths = True, slots * width, None
+        if self._is_input:
+            depths = DeviceTensor(self._allocation, shape=(count,), dtype="int32", offset=self._max_tokens * itemsize("int64"))
+        return self._table[:count], depths
+
     @property
     def addresses(self) -> dict[str, int]:
         """Addresses of the inputs, by name."""

@@ -44,6 +44,7 @@ class StepBuffers:
             self._last_tokens = self.last_token_ids.reshape(max_batch_size * max_logits_per_slot)
             self._host_last = memory.staging(self._last_tokens.shape, index_dtypes[1])
             self._host_first = memory.staging((max_batch_size,), index_dtypes[1])  # zeros, always
+            self._host_every = memory.staging(self._last_tokens.shape, index_dtypes[1])
             self._host_start = memory.staging(self.start_index.shape, "int32")
             self._host_new = memory.staging((max_batch_size,), "int32") if has_states else None
             self._host_logits = memory.staging(self.logits.shape, logits_dtype)
@@ -76,6 +77,15 @@ class StepBuffers:
         if self._last != wanted:
             self._last = []
             self._memory.upload(self._last_tokens[:count], self._host_first[:count], stream=stream)
+            self._last = wanted
+
+    def want_every_logit(self, count: int, width: int, *, stream: Any) -> None:
+        """Want the logits of all ``width`` tokens in each slot. Enqueues of one width need no wait between them."""
+        wanted = [*range(width)] * count
+        if self._last != wanted:
+            self._last = []
+            self._host_every[: len(wanted)] = wanted
+            self._memory.upload(self._last_tokens[: len(wanted)], self._host_every[: len(wanted)], stream=stream)
             self._last = wanted
 
     def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any, every_logit: bool = False) -> None:

@@ -30,7 +30,7 @@ from trt_kvcache.kernels.sampling_rows import (
     ROW_RESULT,
     SamplingRows,
 )
-from trt_kvcache.kernels.sampling_workspace import BLOCKS_PER_SM, LOGPROBS_BLOCKS, MAX_BLOCKS_OF_ROW, MAX_TOP_LOGPROBS, SamplingWorkspace
+from trt_kvcache.kernels.sampling_workspace import BLOCKS_PER_SM, LOGPROBS_BLOCKS, MAX_BLOCKS_OF_ROW, SamplingWorkspace
 from trt_kvcache.kernels.token_choice import ChoiceParams, choose_token
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -90,9 +90,9 @@ def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, 
     rows : SamplingRows
         Rows of the call of :func:`choose_tokens` before. Only rows with the flag ``LOGPROBS``, and without an error, are written.
     out : DeviceTensor (B, 1 + 2 * top) int32
-        For each of these rows: the log-probability of the token as the bits of a float32; the ``top`` most likely tokens (at most 20),
-        the most likely first, of equally likely ones the lowest id first, -1 past the end of the vocabulary; and their
-        log-probabilities, again as bits.
+        For each of these rows: the log-probability of the token as the bits of a float32; the ``top`` most likely tokens (at most
+        ``max_top`` of the workspace, 20 unless it was made with more), the most likely first, of equally likely ones the lowest id
+        first, -1 past the end of the vocabulary; and their log-probabilities, again as bits.
     workspace : SamplingWorkspace
         Workspace of the call before.
     stream : cuda.core.Stream or GraphBuilder
@@ -105,8 +105,8 @@ def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, 
     """
     batch, _ = _check_logits(logits, rows, workspace, stream)
     words = out.shape[1] if isinstance(out, DeviceTensor) and out.ndim == 2 else 0
-    if not 1 <= words <= 1 + 2 * MAX_TOP_LOGPROBS or words % 2 != 1:
-        raise ShapeError(f"out: expected [{batch}, 1 + 2 * top] with top from 0 to {MAX_TOP_LOGPROBS}, got {out!r}.")
+    if not 1 <= words <= 1 + 2 * workspace.max_top or words % 2 != 1:
+        raise ShapeError(f"out: expected [{batch}, 1 + 2 * top] with top from 0 to {workspace.max_top}, got {out!r}.")
     _check("out", out, (batch, words), "int32", logits)
     token_logprobs_kernel(logits, rows, out, workspace, stream)
 

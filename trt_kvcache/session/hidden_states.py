@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.engine.step_rows import StepRows
+from trt_kvcache.kernels.draft_tree_kernels import gather_parents_kernel
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.chunks import Chunk
@@ -124,6 +125,11 @@ class HiddenInputs:
         That is for the next enqueue, which leaves the states after the last tokens of the slots as they are; nothing for one of chains.
         """
         self._parents = parents
+
+    def load_parents(self, trees: DeviceTensor, width: int, *, stream: Any) -> None:
+        """Copy the rows of the next enqueue, of trees on the device (``GROWING_TREE``), ``width`` tokens from slot 0 on."""
+        slots, count = len(trees), len(trees) * width
+        gather_parents_kernel(trees, self._own[:slots], self._outputs.table[:count], self._inputs.table[:count], stream)
 
     def load(self, starts: Sequence[int], chunk: Chunk, *, stream: Any) -> None:
         """Copy the rows of the next enqueue, which begins at ``starts``. Rows of padding keep earlier ones."""

@@ -19,6 +19,8 @@ from trt_kvcache.engine.slot_adapters import SlotAdapters
 from trt_kvcache.engine.step_ancestors import StepAncestors
 from trt_kvcache.engine.step_buffers import StepBuffers
 from trt_kvcache.errors import ConfigError, RangeError
+from trt_kvcache.generation.device_trees import DeviceTrees
+from trt_kvcache.kernels.draft_tree_kernels import TreeInputs
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.chunks import Chunk, bucket_widths, plan_chunks
 from trt_kvcache.session.hidden_states import HiddenInputs, HiddenStates
@@ -212,6 +214,23 @@ class Runner:
         self.plan.prepare(0, count, 1, self._buffers)
         self._enqueue(Chunk(0, tuple(takes), 1))
 
+    def tree_inputs(self, trees: DeviceTrees, count: int, width: int) -> TreeInputs:
+        """Return the inputs of :meth:`enqueue_trees`, which :meth:`DeviceTrees.grow` writes."""
+        assert self._ancestors is not None
+        ids, _ = self._buffers.device_views(count * width)
+        return trees.inputs(ids, *self._ancestors.written_on_device(count, width))
+
+    def enqueue_trees(self, trees: DeviceTrees, count: int, width: int) -> None:
+        """Enqueue the trees in :meth:`tree_inputs`, from slot 0 on, for the logits of all tokens; nothing is committed.
+
+        Does not wait. A draft head reads its own state of the parent of each token.
+        """
+        self._buffers.want_every_logit(count, width, stream=self.stream)
+        self.plan.prepare(0, count, width, self._buffers, logits=width)
+        if self.hidden_inputs is not None:
+            self.hidden_inputs.load_parents(trees.of_slots(count), width, stream=self.stream)
+        self._enqueue(Chunk(0, (0,) * count, width), is_written=True)
+
     def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
         """Return the input token ids and the logits, on the device, of a decode step of ``count`` slots."""
         return self._buffers.device_views(count)
@@ -222,13 +241,14 @@ class Runner:
             self._ran = first, tuple(new_lengths)
             self._buffers.write_new_lengths(new_lengths, stream=self.stream)
 
-    def _enqueue(self, chunk: Chunk, parents: Rows | None = None) -> None:
+    def _enqueue(self, chunk: Chunk, parents: Rows | None = None, *, is_written: bool = False) -> None:
+        """``is_written``: kernels have written the trees of the enqueue."""
         self.uncommitted = None
         if self._held.states is _States.ONE_STEP_FURTHER:
             self.overwrite_states()  # the engine writes into the buffer that still has them
         if self._slot_adapters is not None:
             self._slot_adapters.write(self._adapters[chunk.first : chunk.end], stream=self.stream)
-        if self._ancestors is not None and (parents is not None or self._ancestors.in_use):
+        if self._ancestors is not None and not is_written and (parents is not None or self._ancestors.in_use):
             self._ancestors.write(parents, chunk.width, stream=self.stream)
         if self.hidden_inputs is not None:
             self.hidden_inputs.load(self._starts(chunk), chunk, stream=self.stream)
