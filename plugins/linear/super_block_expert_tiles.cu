@@ -6,7 +6,7 @@
 #include "linear/super_block_expert_weights.cuh"
 
 struct SuperBlockTileParams : ExpertTileParams {
-    SuperBlockMatrix weight;
+    SuperBlockMatrix<STORED> weight;
 };
 
 template <bool kGated>

@@ -8,10 +8,12 @@
 // ParamsOf: LinearParams, with `weight`.
 template <class ParamsOf, int kTileCount, bool kHasGate>
 class SuperBlockExperts {
+    using Matrix = decltype(ParamsOf::weight);
+
 public:
     using Params = ParamsOf;
     struct Fragment {
-        SuperBlockFragment tiles[kTileCount];
+        typename Matrix::Fragment tiles[kTileCount];
 
         __device__ __forceinline__ uint4 elements(int tile, int i, int half) const {
             return tiles[tile].elements(i, half);
@@ -39,11 +41,11 @@ public:
 
     // A line of a fragment for each lane.
     __device__ __forceinline__ void prefetch(int expert, int tile, int input) const {
-        constexpr int kLine = 128, kLines = SuperBlockMatrix::kFragmentBytes / kLine;
+        constexpr int kLine = 128, kLines = Matrix::kFragmentBytes / kLine;
         const int lane = threadIdx.x % 32;
         if (lane >= kTiles * kLines) return;
         prefetch_l2_line(params_.weight.fragments_of(weight_tile(expert, tile, lane / kLines))
-                         + static_cast<long long>(input / kFragmentInputs) * SuperBlockMatrix::kFragmentBytes
+                         + static_cast<long long>(input / kFragmentInputs) * Matrix::kFragmentBytes
                          + lane % kLines * kLine);
     }
 
@@ -57,5 +59,5 @@ private:
 
     const Params& params_;
     const L2Policy policy_;
-    SuperBlockMatrix::Start starts_[kTiles];
+    typename Matrix::Start starts_[kTiles];
 };

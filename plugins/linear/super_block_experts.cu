@@ -5,7 +5,7 @@
 #include "linear/super_block_expert_weights.cuh"
 
 struct SuperBlockExpertParams : ExpertParams {
-    SuperBlockMatrix weight;
+    SuperBlockMatrix<STORED> weight;
 };
 
 template <int kTiles, bool kGated>
