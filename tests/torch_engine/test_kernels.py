@@ -483,6 +483,7 @@ def test_super_blocks_of_many_rows_and_gates_of_another_type(memory, calls, tmp_
     assert calls["packed_dequantize"] > 0
     assert calls["packed_linear"] > 0
     assert calls["packed_linear_gated_mul silu"] == 0
+    assert calls["packed_linear_pair"] > calls["attend"], "q, k and v, and gate and up, of each step with few rows"
     assert calls["linear"] > 0, "a head that is the embedding has 16 bits"
 
 
