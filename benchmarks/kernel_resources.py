@@ -36,7 +36,7 @@ VARIANTS = (
     *(f"linear_packed-bfloat16-{rows}-e2m1-float8_e4m3fn" for rows in (8, 16)),
     *(f"linear_super_blocks-bfloat16-8-{kind}" for kind in ("q4_k", "q6_k")),
     *(f"recurrent_{source}-float16-float32" for source in ("causal_conv1d", "mamba2", "delta_rule")),
-    *("recurrent_gated_norm", "kv", "states", "lengths", "sampling_choose", "sampling_logprobs", "sampling_rows"),
+    *("recurrent_gated_norm", "kv", "states", "lengths", "drafts", "sampling_choose", "sampling_logprobs", "sampling_rows"),
 )
 
 

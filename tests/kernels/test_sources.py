@@ -47,7 +47,7 @@ def test_the_name_of_a_source_is_its_path():
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
     few_rows = (2 + 19 + 6) * len(ROW_COUNTS) + 2 + 17  # with weights in 16 bits, packed and in super-blocks; of experts, and packed ones
-    assert len(names) == len(set(names)) == 11 + 3 * 2 * (5 + 5 + 2 * 6) + 5 * len(RECURRENT_SOURCES) + few_rows
+    assert len(names) == len(set(names)) == 12 + 3 * 2 * (5 + 5 + 2 * 6) + 5 * len(RECURRENT_SOURCES) + few_rows
     assert all(sources.source_path(name).is_file() for name in names)
 
 

@@ -12,6 +12,7 @@ from tests.helpers.models import write_model
 from tests.helpers.sessions import make
 from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import InferenceSession
+from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.draft_steps import DraftSteps
 
 
@@ -42,14 +43,19 @@ def opened(reference_model: Path) -> Iterator[Callable[..., InferenceSession]]:
         session.close()
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", "device", "all on the device"])
 def choice_of_drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have models for drafts choose their tokens on the host, or where the logits are."""
-    init = DraftSteps.__init__
+    """Have models for drafts choose their tokens on the host, or where the logits are; and then the large model too."""
+    chosen = {"host": (), "device": (DraftSteps,), "all on the device": (DraftSteps, DecodeSteps)}[request.param]
 
-    def init_on_device(self: DraftSteps, *arguments: Any, **options: Any) -> None:
-        init(self, *arguments, **options)
-        self.on_device = self.can_be_on_device
+    def choose_on_device(kind: type[DraftSteps | DecodeSteps]) -> None:
+        init = kind.__init__
 
-    if request.param == "device":
-        monkeypatch.setattr(DraftSteps, "__init__", init_on_device)
+        def init_on_device(self: DraftSteps | DecodeSteps, *arguments: Any, **options: Any) -> None:
+            init(self, *arguments, **options)
+            self.on_device = self.can_be_on_device
+
+        monkeypatch.setattr(kind, "__init__", init_on_device)
+
+    for kind in chosen:
+        choose_on_device(kind)

@@ -88,7 +88,14 @@ class StepBuffers:
         for padded, row in zip(host_ids, rows, strict=True):
             padded[: len(row)] = row
         self._memory.upload(ids, host_ids, stream=stream)
-        self._write_last([*range(width)] * len(rows) if every_logit else [max(len(row) - 1, 0) for row in rows], stream)
+        if every_logit:
+            self.want_every_logit(len(rows), width, stream=stream)
+        else:
+            self._write_last([max(len(row) - 1, 0) for row in rows], stream)
+
+    def want_every_logit(self, count: int, width: int, *, stream: Any) -> None:
+        """Want the logits of all ``width`` tokens in each slot. Stream-ordered."""
+        self._write_last([*range(width)] * count, stream)
 
     def _write_last(self, last: list[int], stream: Any) -> None:
         """Upload the indices of the tokens whose logits are wanted, slot by slot, unless they equal those of the last step."""

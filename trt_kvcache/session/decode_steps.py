@@ -14,13 +14,17 @@ from typing import NamedTuple
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.errors import KVCacheError
-from trt_kvcache.generation.device_sampler import DeviceSampler, SampledToken, SampledTokens
+from trt_kvcache.generation.device_sampler import DeviceSampler, Positions, SampledTokens
 from trt_kvcache.generation.request import Choice, Request
-from trt_kvcache.generation.verify_sampler import VerifySampler
+from trt_kvcache.generation.verify_sampler import SampledPositions, VerifySampler
+from trt_kvcache.kernels.draft_kernels import place_drafts_kernel
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
+from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.batch import Batch, Logits
 from trt_kvcache.session.draft_pace import DraftPace
 from trt_kvcache.session.draft_plan import DraftPlan, plan_drafts
+from trt_kvcache.session.drafted_rows import DraftedRow, DraftedRows
+from trt_kvcache.session.model_drafter import EnqueuedDrafts
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import Rows, StepPlan
@@ -82,6 +86,7 @@ class DecodeSteps:
         self._sampled: Mapping[int, Cursor | None] = {}
         self._ahead: _StepAhead | None = None
         self._verify_sampler: VerifySampler | None = None
+        self._drafted_rows: DraftedRows | None = None
         # On a CPU, steps take milliseconds of other programs too.
         self._pace = None if runner.cache.memory.is_host else DraftPace()
         #: True if tokens are chosen on the device. Tests set it over host memory.
@@ -106,7 +111,9 @@ class DecodeSteps:
             return self._choose(*self._run_again(slots, plan), requests, plan, waits=waits)
         pace = self._pace if any(request.drafting is not None for request in requests) else None
         running = sum(map(bool, plan.rows))
-        drafts = None if pace is not None and not pace.allows(running) else plan_drafts(self._runner, slots, requests, plan)
+        drafts = None
+        if pace is None or pace.allows(running):
+            drafts = plan_drafts(self._runner, slots, requests, plan, on_device=self._chooses_positions(requests, plan))
         step = self._run_or_verify(slots, requests, plan, drafts, ahead=ahead, waits=waits)
         if pace is not None:
             pace.count(running, sum(map(len, step.choices.values())), drafted=step.verified is not None)
@@ -138,14 +145,14 @@ class DecodeSteps:
     def _verify(self, slots: Sequence[Slot], requests: Sequence[Request], drafts: DraftPlan, *, waits: bool) -> DecodeStep:
         """Run tokens and drafts in one enqueue, choose, and accept the first tokens of a draft that equal the chosen ones."""
         started = time.perf_counter()
-        plan, chunk = drafts.plan, drafts.chunk
-        parents = None if plan.parents is None else plan.parents[chunk.first : chunk.end]
-        self._runner.run(chunk, plan.rows[chunk.first : chunk.end], every_logit=True, parents=parents)
-        if self.on_device and all(request.fits_positions for request in compress(requests, plan.rows)):
-            sampled = self._sample_positions(requests, drafts)
-            logits = None
+        if self._chooses_positions(requests, drafts.plan):
+            in_flight = self._sample_positions(requests, drafts)
+            self._runner.before_wait()
+            drafts, sampled, logits = drafts.read(), in_flight.read(), None
         else:
-            logits = self._runner.every_logit(chunk)
+            self._run_drafts(drafts)
+            logits = self._runner.every_logit(drafts.chunk)
+        plan, chunk = drafts.plan, drafts.chunk
         seconds = time.perf_counter() - started
         choices: dict[int, Sequence[Choice]] = {}
         paths: list[Sequence[int]] = [()] * len(slots)
@@ -162,8 +169,18 @@ class DecodeSteps:
         self._runner.uncommitted = verified
         return DecodeStep(slots, choices, verified)
 
-    def _sample_positions(self, requests: Sequence[Request], drafts: DraftPlan) -> list[Sequence[SampledToken]]:
-        """Choose on the device at the position of each row of an enqueue: only tokens come to the host."""
+    def _chooses_positions(self, requests: Sequence[Request], plan: StepPlan) -> bool:
+        """Tell whether the device chooses at all positions of drafts."""
+        return self.on_device and all(request.fits_positions for request in compress(requests, plan.rows))
+
+    def _run_drafts(self, drafts: DraftPlan) -> None:
+        """Enqueue tokens and drafts that the host has."""
+        plan, chunk = drafts.plan, drafts.chunk
+        parents = None if plan.parents is None else plan.parents[chunk.first : chunk.end]
+        self._runner.run(chunk, plan.rows[chunk.first : chunk.end], every_logit=True, parents=parents)
+
+    def _sample_positions(self, requests: Sequence[Request], drafts: DraftPlan) -> SampledPositions:
+        """Enqueue tokens and drafts, and choose on the device at the position of each row: only tokens come to the host. Does not wait."""
         runner, chunk = self._runner, drafts.chunk
         num_rows = chunk.count * chunk.width
         if self._verify_sampler is None or self._verify_sampler.max_rows < num_rows:
@@ -176,9 +193,33 @@ class DecodeSteps:
             requests[slot].positions((0, *drafts.drafts[slot].depths)) if drafts.plan.rows[slot] else None
             for slot in range(chunk.first, chunk.end)
         ]
-        _, logits = runner.device_views(num_rows)
-        runner.before_wait()
-        return self._verify_sampler.choose(logits, positions, chunk.width, stream=runner.stream)
+        ids, logits = runner.device_views(num_rows)
+        if drafts.in_flight is None:
+            self._run_drafts(drafts)
+            return self._verify_sampler.choose(logits, positions, chunk.width, stream=runner.stream)
+        self._place(drafts, drafts.in_flight, positions, ids, self._verify_sampler.params)
+        runner.run_from_device(chunk)
+        return self._verify_sampler.choose_from_device(logits, positions, chunk.width, stream=runner.stream)
+
+    def _place(
+        self,
+        drafts: DraftPlan,
+        enqueued: EnqueuedDrafts,
+        positions: Sequence[Positions | None],
+        ids: DeviceTensor,
+        params: DeviceTensor,
+    ) -> None:
+        """Write token ids and parameters of rows whose drafts are on the device only."""
+        runner, chunk = self._runner, drafts.chunk
+        if self._drafted_rows is None:
+            cache = runner.cache
+            self._drafted_rows = DraftedRows(cache.memory, max_slots=cache.max_batch_size, stream=runner.stream)
+        rows = [
+            None if one is None else DraftedRow(drafts.plan.rows[slot][0], len(drafts.drafts[slot]), enqueued.slots.get(slot, 0), one)
+            for slot, one in enumerate(positions, start=chunk.first)
+        ]
+        slots = self._drafted_rows.write(rows, stream=runner.stream)
+        place_drafts_kernel(slots, enqueued.in_flight.table, ids, params, chunk.width, runner.stream)
 
     def _record(self, requests: Sequence[Request], drafts: DraftPlan, choices: Mapping[int, Sequence[Choice]]) -> None:
         """Count the drafts of a step, and set the length of the next one of each request."""
@@ -281,8 +322,8 @@ class DecodeSteps:
         return _StepAhead(cursors, self._sampler.download(len(cursors), stream=stream)), after
 
     def close(self) -> None:
-        """Release the sampler. Idempotent."""
+        """Release the samplers. Idempotent."""
         self._ahead, self._sampled = None, {}
-        for sampler in (self._sampler, self._verify_sampler):
-            if sampler is not None:
-                sampler.close()
+        for owner in (self._sampler, self._verify_sampler, self._drafted_rows):
+            if owner is not None:
+                owner.close()

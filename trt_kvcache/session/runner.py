@@ -250,6 +250,15 @@ class Runner:
         self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
         self._enqueue(chunk, parents)
 
+    def run_from_device(self, chunk: Chunk) -> None:
+        """Enqueue rows whose token ids are in :meth:`device_views`; all logits are wanted, and nothing is committed. Does not wait."""
+        if chunk.first:
+            self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
+        self._buffers.want_every_logit(chunk.count, chunk.width, stream=self.stream)
+        self._take(chunk.first, chunk.takes)
+        self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width)
+        self._enqueue(chunk)
+
     def prefill(self, chunk: Chunk, rows: Rows, *, every_logit: bool = False, parents: Rows | None = None) -> None:
         """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait."""
         self.run(chunk, rows, every_logit=every_logit, parents=parents)
