@@ -67,7 +67,8 @@ class DraftSteps:
 
     def __init__(self, runner: Runner, batch: Batch, *, vocab_size: int) -> None:
         self._runner, self._batch, self._vocab_size = runner, batch, vocab_size
-        self._sampler: DraftSampler | None = None
+        #: Of drafts that the device chooses, once there were some.
+        self.sampler: DraftSampler | None = None
         #: True if tokens are chosen on the device. Tests set it over host memory.
         self.on_device = not runner.cache.memory.is_host and self.can_be_on_device
 
@@ -152,7 +153,7 @@ class DraftSteps:
         runner, slots, stream = self._runner, self._runner.slots, self._runner.stream
         plan, count = self._plan(drafted), chunk.count
         others = [0] * (len(slots) - count)
-        sampler = self._sampler = self._sampler or DraftSampler(
+        sampler = self.sampler = self.sampler or DraftSampler(
             runner.cache.memory,
             max_batch_size=runner.cache.max_batch_size,
             vocab_size=runner.plan.vocab_size,
@@ -192,8 +193,8 @@ class DraftSteps:
 
     def close(self) -> None:
         """Release the sampler. Idempotent."""
-        if self._sampler is not None:
-            self._sampler.close()
+        if self.sampler is not None:
+            self.sampler.close()
 
 
 class InPlaceDraftSteps(DraftSteps):

@@ -29,15 +29,19 @@ class DraftedRow(NamedTuple):
 
 
 #: Arrays of :class:`DraftedSlots`, those first that are uploaded.
-_NUMBERS = ("asked", "sources", "pending", "lengths", "starts", "counts")
-_UPLOADED = 3
+_NUMBERS = ("asked", "sources", "pending", "lengths", "counts")
+_UPLOADED, _UPLOADED_AHEAD = 3, 2
 
 
 class DraftedRows:
-    """Device arrays of all slots, allocated once; each upload has a page of pinned memory."""
+    """Device arrays of all slots, allocated once; each upload has a page of pinned memory.
 
-    def __init__(self, memory: Memory, *, max_slots: int, stream: Any) -> None:
-        self._memory, self._max_slots = memory, max_slots
+    ``starts``: positions of the first rows, which an engine reads.
+    """
+
+    def __init__(self, memory: Memory, *, starts: DeviceTensor, stream: Any) -> None:
+        max_slots = len(starts)
+        self._memory, self._starts, self._max_slots = memory, starts, max_slots
         count, params = len(_NUMBERS) * max_slots, (max_slots, ROW_PARAMS.itemsize)
         self._allocations = [
             memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream)
@@ -50,8 +54,7 @@ class DraftedRows:
 
     def write(self, rows: Sequence[DraftedRow | None], *, stream: Any) -> DraftedSlots:
         """Upload the rows of slots from slot 0 on, None for an idle one, and return their arrays."""
-        self._pages = [*self._pages[1:], self._pages[0]]
-        numbers, params = self._pages[-1]
+        numbers, params = self._next_page()
         asked, sources, pending = numbers.reshape(_UPLOADED, -1)
         of_rows = params.view(ROW_PARAMS)[:, 0]
         for slot, row in enumerate(rows):
@@ -64,13 +67,27 @@ class DraftedRows:
         self._memory.upload(self._params, params, stream=stream)
         return self.slots(len(rows))
 
+    def write_ahead(self, drafts: Sequence[tuple[int, int] | None], *, stream: Any) -> DraftedSlots:
+        """Upload the tokens of a draft and the slot of the drafter for each slot, None for an idle one; the device has the rest."""
+        numbers, _ = self._next_page()
+        asked, sources, _ = numbers.reshape(_UPLOADED, -1)
+        for slot, draft in enumerate(drafts):
+            asked[slot], sources[slot] = (-1, 0) if draft is None else draft
+        end = _UPLOADED_AHEAD * self._max_slots
+        self._memory.upload(self._numbers[:end], numbers[:end], stream=stream)
+        return self.slots(len(drafts))
+
+    def _next_page(self) -> tuple[Any, Any]:
+        self._pages = [*self._pages[1:], self._pages[0]]
+        return self._pages[-1]
+
     def slots(self, count: int) -> DraftedSlots:
         """Return the arrays of the first slots."""
         views = self._views.get(count)
         if views is None:
             starts = range(0, len(self._numbers), self._max_slots)
             numbers = {name: self._numbers[first : first + count] for name, first in zip(_NUMBERS, starts, strict=True)}
-            views = self._views[count] = DraftedSlots(**numbers, params=self._params[:count])
+            views = self._views[count] = DraftedSlots(**numbers, starts=self._starts[:count], params=self._params[:count])
         return views
 
     def close(self) -> None:

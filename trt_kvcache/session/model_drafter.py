@@ -15,6 +15,7 @@ from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.draft_steps import Drafted, DraftsInFlight, DraftSteps
 from trt_kvcache.session.draft_tree_steps import DraftTreeSteps
+from trt_kvcache.session.drafts_ahead import AheadPlan, ChosenTokens, Continued, DraftsAhead
 from trt_kvcache.session.runner import Runner
 
 if TYPE_CHECKING:
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
 
 #: Token that a draft model or head reads in the places of rows.
 PLACEHOLDER = 0
+
+
+class VerifiedDraft(NamedTuple):
+    """A slot of the large model that verifies a draft, and has a next one."""
+
+    request: Request
+    #: Tokens in the cache, and tokens of the draft.
+    length: int
+    asked: int
+    #: Tokens of the next draft.
+    limit: int
 
 
 class EnqueuedDrafts(NamedTuple):
@@ -49,6 +61,7 @@ class ModelDrafter:
         self._steps: DraftSteps | DraftTreeSteps = DraftSteps(self._runner, self._batch, vocab_size=vocab_size)
         if tree_tokens:
             self._steps = DraftTreeSteps(self._runner, self._batch, vocab_size=vocab_size, max_tokens=tree_tokens)
+        self._ahead: DraftsAhead | None = None
         # Slot of each request, and the number of tokens of the request in that slot. Tokens after them are an earlier draft.
         self._places: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 
@@ -70,6 +83,39 @@ class ModelDrafter:
         slots, drafted = self._begin(sequences)
         in_flight = self._steps.enqueue(drafted) if drafted else None
         return None if in_flight is None else EnqueuedDrafts(in_flight, slots)
+
+    def plan_ahead(self, verified: Mapping[int, VerifiedDraft]) -> AheadPlan | None:
+        """Plan the drafts that follow those that slots of the large model verify; None if they must wait for the host."""
+        if (
+            type(self._steps) is not DraftSteps
+            or self._steps.sampler is None
+            or any(one.request not in self._places for one in verified.values())
+        ):
+            return None
+        self._ahead = self._ahead or DraftsAhead(self._runner, self._batch)
+        places = {target: self._places[one.request] for target, one in verified.items()}
+        return self._ahead.plan(
+            {
+                place: Continued(target, verified[target].length, known, verified[target].asked + 1, verified[target].limit)
+                for target, (place, known) in places.items()
+            }
+        )
+
+    def run_ahead(self, plan: AheadPlan, chosen: ChosenTokens) -> EnqueuedDrafts:
+        """Enqueue drafts after tokens that only the device knows."""
+        assert isinstance(self._steps, DraftSteps)
+        assert self._ahead is not None
+        assert self._steps.sampler is not None
+        in_flight = self._ahead.run(plan, chosen, self._steps.sampler)
+        return EnqueuedDrafts(in_flight, {one.target: place for place, one in plan.continued.items()})
+
+    def settle(self, chosen: Mapping[Request, Sequence[int]]) -> None:
+        """Take the tokens after which :meth:`run_ahead` has drafted into the slots of their requests."""
+        assert self._ahead is not None
+        places = {request: self._places[request] for request in chosen}
+        self._ahead.settle({place: chosen[request] for request, (place, _) in places.items()})
+        for request, (place, known) in places.items():
+            self._places[request] = place, known + len(chosen[request])
 
     def _begin(self, sequences: Sequence[DraftedSequence]) -> tuple[dict[int, int], dict[int, Drafted]]:
         """Give slots to the sequences that can have a draft; return them by the index of a sequence, and what each of them runs."""
@@ -136,6 +182,8 @@ class ModelDrafter:
     def close(self) -> None:
         """Close engine and cache of the small model. Idempotent."""
         self._steps.close()
+        if self._ahead is not None:
+            self._ahead.close()
         self._runner.close()
         self._parts.close()
 

@@ -223,13 +223,7 @@ class Runner:
             self._buffers.write_new_lengths(new_lengths, stream=self.stream)
 
     def _enqueue(self, chunk: Chunk, parents: Rows | None = None) -> None:
-        self.uncommitted = None
-        if self._held.states is _States.ONE_STEP_FURTHER:
-            self.overwrite_states()  # the engine writes into the buffer that still has them
-        if self._slot_adapters is not None:
-            self._slot_adapters.write(self._adapters[chunk.first : chunk.end], stream=self.stream)
-        if self._ancestors is not None and (parents is not None or self._ancestors.in_use):
-            self._ancestors.write(parents, chunk.width, stream=self.stream)
+        self._before_enqueue(chunk, parents)
         if self.hidden_inputs is not None:
             self.hidden_inputs.load(self._starts(chunk), chunk, stream=self.stream)
         self.engine.enqueue(self.stream)
@@ -237,6 +231,15 @@ class Runner:
             self.hidden_inputs.keep(chunk, stream=self.stream)
         if self.hidden_states is not None:
             self.hidden_states.store(self._starts(chunk), chunk, stream=self.stream)
+
+    def _before_enqueue(self, chunk: Chunk, parents: Rows | None = None) -> None:
+        self.uncommitted = None
+        if self._held.states is _States.ONE_STEP_FURTHER:
+            self.overwrite_states()  # the engine writes into the buffer that still has them
+        if self._slot_adapters is not None:
+            self._slot_adapters.write(self._adapters[chunk.first : chunk.end], stream=self.stream)
+        if self._ancestors is not None and (parents is not None or self._ancestors.in_use):
+            self._ancestors.write(parents, chunk.width, stream=self.stream)
 
     def _starts(self, chunk: Chunk) -> Sequence[int]:
         return self.cache.host_kv_cache_lengths[chunk.first : chunk.end]
@@ -258,6 +261,35 @@ class Runner:
         self._take(chunk.first, chunk.takes)
         self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width)
         self._enqueue(chunk)
+
+    # --- rows past the lengths of the cache, which begin where only the device knows ---
+
+    def starts(self, count: int) -> DeviceTensor:
+        """Return the positions ``[count]`` of the first rows of :meth:`run_ahead`."""
+        return self._buffers.start_index[:count]
+
+    def last_from_device(self, count: int) -> DeviceTensor:
+        """Return the index of the token in each row of :meth:`run_ahead` whose logits are wanted."""
+        return self._buffers.last_from_device(count)
+
+    def run_ahead(self, count: int, width: int, *, every_logit: bool) -> None:
+        """Enqueue rows of the first slots from :meth:`starts` on, with ids in :meth:`device_views`; nothing is committed. Does not wait.
+
+        Of a head, the caller copies hidden states; logits of one token in each row are those of :meth:`last_from_device`.
+        """
+        chunk = Chunk(0, (width,) * count)
+        if every_logit:
+            self._buffers.want_every_logit(count, width, stream=self.stream)
+        self.plan.prepare(0, count, width, self._buffers, logits=width if every_logit else 1, starts_in_buffers=True)
+        self._before_enqueue(chunk)
+        self.engine.enqueue(self.stream)
+        if self.hidden_states is not None:
+            self.hidden_states.store_from(self.starts(count), chunk, stream=self.stream)
+
+    def run_next_ahead(self, count: int) -> None:
+        """Enqueue one more token of the first slots, as :meth:`run_ahead` does."""
+        self._buffers.want_first_logits(count, stream=self.stream)
+        self.run_ahead(count, 1, every_logit=False)
 
     def prefill(self, chunk: Chunk, rows: Rows, *, every_logit: bool = False, parents: Rows | None = None) -> None:
         """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait."""
