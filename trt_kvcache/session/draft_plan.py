@@ -11,7 +11,7 @@ from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.generation.drafter import DraftedSequence, Drafter
 from trt_kvcache.generation.request import Request
 from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
-from trt_kvcache.session.chunks import Chunk
+from trt_kvcache.session.chunks import Chunk, from_first_slot
 from trt_kvcache.session.hidden_states import downloaded
 from trt_kvcache.session.model_drafter import EnqueuedDrafts, ModelDrafter
 from trt_kvcache.session.runner import Runner
@@ -59,7 +59,9 @@ def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Reques
         wide = _plan_of(plan.rows, cut)
         chunks = runner.chunks(lengths, wide)
         if len(chunks) == 1:
-            return DraftPlan(wide, chunks[0], cut, in_flight)
+            # A step ahead, which may follow drafts that are in flight, begins with slot 0.
+            own, limit = chunks[0], runner.cache.lengths.max_sequence_length
+            return DraftPlan(wide, (in_flight and from_first_slot(own, lengths, limit)) or own, cut, in_flight)
         width //= 2  # an enqueue writes rows for all slots in its range, and one of them is nearly full
     return None
 

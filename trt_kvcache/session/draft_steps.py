@@ -18,7 +18,7 @@ from trt_kvcache.generation.request import Request
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.batch import Batch, Logits
-from trt_kvcache.session.chunks import Chunk
+from trt_kvcache.session.chunks import Chunk, from_first_slot
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import Rows, StepPlan
@@ -122,9 +122,7 @@ class DraftSteps:
         """Return one enqueue of the tokens, from slot 0 on; None if slots have no room for the rows that it pads."""
         lengths = self._batch.held
         [chunk, *more] = self._runner.chunks(lengths, self._plan(drafted))
-        if more or max(lengths[: chunk.end]) + chunk.width > self._batch.max_sequence_length:
-            return None
-        return Chunk(0, (0,) * chunk.first + chunk.takes, chunk.width)
+        return None if more else from_first_slot(chunk, lengths, self._batch.max_sequence_length)
 
     def _run_on_host(self, drafted: Mapping[int, Drafted]) -> dict[int, list[int]]:
         drafts: dict[int, list[int]] = {slot: [] for slot in drafted}

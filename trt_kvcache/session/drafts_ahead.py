@@ -15,7 +15,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.draft_steps import DraftsInFlight
 from trt_kvcache.session.runner import Runner
-from trt_kvcache.session.step_plan import LogitsWanted, StepPlan
+from trt_kvcache.session.step_plan import StepPlan
 
 #: Staging pages: of a step, of a step ahead that is dropped, and of the step in its place.
 _PAGES = 3
@@ -78,10 +78,12 @@ class DraftsAhead:
         if runner.plan.last_token_ids.dtype != "int32" or any(one.known > self._batch[slot].length for slot, one in continued.items()):
             return None
         held = [continued[slot].known if slot in continued else length for slot, length in enumerate(self._batch.held)]
-        rows = [[0] * continued[slot].chosen if slot in continued else [] for slot in range(len(held))]
-        [chunk, *more] = runner.chunks(held, StepPlan.of(rows, LogitsWanted.LAST))
-        longest = max(held[: chunk.end]) + chunk.width + max(one.limit for one in continued.values())
-        return None if more or longest > self._batch.max_sequence_length else AheadPlan(continued, chunk.end, chunk.width)
+        end, rows = 1 + max(continued), [[0] * continued[slot].chosen if slot in continued else [] for slot in range(len(held))]
+        room = self._batch.max_sequence_length - max(held[:end]) - max(one.limit for one in continued.values())
+        if room < max(map(len, rows)):
+            return None
+        [chunk, *more] = runner.chunks(held, StepPlan.of(rows))
+        return None if more or chunk.width > room else AheadPlan(continued, chunk.end, chunk.width)
 
     @nvtx_range("draft")
     def run(self, plan: AheadPlan, chosen: ChosenTokens, sampler: DraftSampler) -> DraftsInFlight:
@@ -92,7 +94,7 @@ class DraftsAhead:
         self._upload(plan, stream)
         starts, last = runner.starts(count), runner.last_from_device(count)
         targets, offsets, takes = (self._numbers[first : first + count] for first in range(0, len(self._numbers), self._slots))
-        (ids, _), (next_ids, logits) = runner.device_views(count * plan.width), runner.device_views(count)
+        ids, (next_ids, logits) = runner.input_ids(count * plan.width), runner.device_views(count)
         lengths = runner.cache.kv_cache_lengths[:count]
         rows = DrafterRows(targets, offsets, lengths, ids, starts, takes, last, sampler.params[:count])
         feed_drafter_kernel(chosen.slots, chosen.results, chosen.width, rows, plan.width, stream)

@@ -264,6 +264,10 @@ class Runner:
 
     # --- rows past the lengths of the cache, which begin where only the device knows ---
 
+    def input_ids(self, count: int) -> DeviceTensor:
+        """Return the token ids ``[count]`` of the next enqueue."""
+        return self._buffers.input_ids[:count]
+
     def starts(self, count: int) -> DeviceTensor:
         """Return the positions ``[count]`` of the first rows of :meth:`run_ahead`."""
         return self._buffers.start_index[:count]
@@ -273,7 +277,7 @@ class Runner:
         return self._buffers.last_from_device(count)
 
     def run_ahead(self, count: int, width: int, *, every_logit: bool) -> None:
-        """Enqueue rows of the first slots from :meth:`starts` on, with ids in :meth:`device_views`; nothing is committed. Does not wait.
+        """Enqueue rows of the first slots from :meth:`starts` on, with ids in :meth:`input_ids`; nothing is committed. Does not wait.
 
         Of a head, the caller copies hidden states; logits of one token in each row are those of :meth:`last_from_device`.
         """

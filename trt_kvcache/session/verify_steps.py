@@ -18,7 +18,7 @@ from trt_kvcache.generation.request import Choice, Request
 from trt_kvcache.generation.verify_sampler import SampledPositions, VerifySampler
 from trt_kvcache.kernels.draft_kernels import accept_drafts_kernel, place_drafts_kernel
 from trt_kvcache.session.batch import Batch
-from trt_kvcache.session.chunks import Chunk
+from trt_kvcache.session.chunks import Chunk, from_first_slot
 from trt_kvcache.session.cursors import Cursor, Cursors, cursors_of, still_holds
 from trt_kvcache.session.draft_plan import DraftPlan
 from trt_kvcache.session.drafted_rows import DraftedRow, DraftedRows
@@ -228,10 +228,10 @@ class VerifySteps:
             if lengths[slot] + 1 + limit > self._batch.max_sequence_length:
                 return None
         rows = [[0] * (1 + verified[slot].limit) if slot in verified else () for slot in range(len(slots))]
-        [chunk, *more] = runner.chunks(lengths, StepPlan.of(rows, LogitsWanted.ALL))
-        sampler = self._sampler
-        assert sampler is not None
-        if more or chunk.first or chunk.count * chunk.width > sampler.max_rows:
+        [own, *more] = runner.chunks(lengths, StepPlan.of(rows, LogitsWanted.ALL))
+        chunk = from_first_slot(own, lengths, self._batch.max_sequence_length)
+        assert self._sampler is not None
+        if more or chunk is None or chunk.count * chunk.width > self._sampler.max_rows:
             return None
         drafter = next(one.request.drafting.drafter for one in verified.values() if one.request.drafting is not None)
         assert isinstance(drafter, ModelDrafter)
