@@ -206,7 +206,8 @@ class VerifySteps:
                 self._sampler.close()
                 self._sampler = None
             cache, vocab_size = self._runner.cache, self._runner.plan.vocab_size
-            max_rows = cache.max_batch_size * chunk.width
+            # Drafts grow and shrink: only a tree has more tokens than this.
+            max_rows = cache.max_batch_size * max(chunk.width, min(VERIFY_WIDTH, self._runner.plan.max_logits_per_slot))
             self._sampler = VerifySampler(cache.memory, max_rows=max_rows, vocab_size=vocab_size, stream=self._runner.stream)
         return self._sampler
 
