@@ -391,6 +391,26 @@ def test_logits_of_a_step_ahead_that_are_not_finite(opens: Any, monkeypatch: pyt
     assert session.cache.active_batch_size == 0
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_logits_that_are_not_finite_inside_a_draft_once(opens: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The tokens before them count, and the step ahead, which has begun after them, is dropped."""
+    scene = opens()
+    prompts, asked = ring_prompts(2), params(30, 30)
+    expected = scene.expected(prompts, asked)
+    runner, counts = scene.session._runner, itertools.count()
+    enqueue = scene.session.engine.enqueue
+
+    def damaged(stream: Any) -> None:
+        enqueue(stream)
+        if runner._buffers._last[:3] == [0, 1, 2] and next(counts) == number:
+            scene.session.cache.memory.array(runner._buffers.logits)[1] = np.nan
+
+    monkeypatch.setattr(scene.session.engine, "enqueue", damaged)
+    assert by_prompt(scene.session.generate(prompts, asked)) == expected
+    assert next(counts) > number + 1
+    assert scene.dropped == 1
+
+
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 40))])
 def test_random_programs(opens: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     random = Random(seed)
