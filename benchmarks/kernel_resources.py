@@ -38,7 +38,7 @@ VARIANTS = (
     *(f"linear_{source}-bfloat16-8-{kind}" for source in ("super_blocks", "super_block_experts") for kind in ("q4_k", "q6_k")),
     *(f"linear_packed_pairs-bfloat16-{rows}-{kinds}" for rows in (8, 16) for kinds in ("q4_k-q6_k", "q4_k-int8")),
     *(f"recurrent_{source}-float16-float32" for source in ("causal_conv1d", "mamba2", "delta_rule")),
-    *("recurrent_gated_norm", "kv", "states", "lengths", "sampling_choose", "sampling_logprobs", "sampling_rows", "draft_trees"),
+    *("recurrent_gated_norm", "kv", "states", "lengths", "drafts", "draft_trees", "sampling_choose", "sampling_logprobs", "sampling_rows"),
 )
 
 

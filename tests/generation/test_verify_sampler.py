@@ -49,7 +49,7 @@ class Scene:
         ]
         count, width = logits.shape[:2]
         on_device = self.memory.to_device(logits.reshape(count * width, VOCAB), stream=self.stream)
-        sampled = self.sampler.choose(on_device, positions, width, stream=self.stream)
+        sampled = self.sampler.choose(on_device, positions, width, stream=self.stream).read()
         return [
             [] if draft is None else request.receive_verified(found, DraftTree.chain(draft), room=WIDTH).choices
             for request, found, draft in zip(self.requests[: len(drafts)], sampled, drafts, strict=True)

@@ -142,7 +142,7 @@ def draft_logits(drafter: Any, monkeypatch: pytest.MonkeyPatch, *, change: float
         return found[-1]
 
     def changed_sample(sampler: DeviceSampler, logits: Any, tokens: Any, *, stream: Any) -> None:
-        if sampler is drafter._steps._sampler:
+        if drafter._steps.sampler is not None and sampler is drafter._steps.sampler._sampler:
             found.append(logits.numpy() * np.float32(change))
             logits.memory.upload(logits, found[-1], stream=stream)
         sample(sampler, logits, tokens, stream=stream)

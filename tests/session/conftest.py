@@ -12,6 +12,7 @@ from tests.helpers.models import write_model
 from tests.helpers.sessions import make
 from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import InferenceSession
+from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.draft_steps import DraftSteps
 from trt_kvcache.session.draft_tree_steps import DraftTreeSteps
 
@@ -43,15 +44,17 @@ def opened(reference_model: Path) -> Iterator[Callable[..., InferenceSession]]:
         session.close()
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", "device", "all on the device"])
 def choice_of_drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have models for drafts choose their tokens on the host, or where the logits are."""
-    for steps in (DraftSteps, DraftTreeSteps) if request.param == "device" else ():
-        monkeypatch.setattr(steps, "__init__", _on_device(steps.__init__))
+    """Have models for drafts choose their tokens on the host, or where the logits are; and then the large model too."""
+    for kind in {"host": (), "device": (DraftSteps, DraftTreeSteps), "all on the device": (DraftSteps, DraftTreeSteps, DecodeSteps)}[
+        request.param
+    ]:
+        monkeypatch.setattr(kind, "__init__", _on_device(kind.__init__))
 
 
 def _on_device(init: Callable[..., None]) -> Callable[..., None]:
-    def init_on_device(self: DraftSteps | DraftTreeSteps, *arguments: Any, **options: Any) -> None:
+    def init_on_device(self: DraftSteps | DraftTreeSteps | DecodeSteps, *arguments: Any, **options: Any) -> None:
         init(self, *arguments, **options)
         self.on_device = self.can_be_on_device
 

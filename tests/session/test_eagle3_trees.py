@@ -125,4 +125,5 @@ def test_a_head_that_is_right_has_the_longest_path_accepted(opens: Open, tmp_pat
     for session in (trees, chains):
         assert by_prompt(session.generate(prompts, params()[: len(prompts)])) == expected
     assert trees.statistics.accepted_tokens == chains.statistics.accepted_tokens == chains.statistics.draft_tokens
-    assert trees.statistics.decode_steps == chains.statistics.decode_steps
+    later = chains.statistics.decode_steps - trees.statistics.decode_steps
+    assert later in (0, 1), "the draft of a step ahead is as long as the one before"

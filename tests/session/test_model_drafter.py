@@ -98,7 +98,8 @@ def test_a_queue_with_cancels_and_steps_that_fail(opens: Open, large: Path, othe
         cancelled.cancel()
         for _ in range(4):
             session.step()
-            poison(session.cache)
+            if session._runner.uncommitted is None:  # else rows of a step ahead are among those
+                poison(session.cache)
             poison(small_of(session)._parts.cache)
         fails(session, session.step)
         with pytest.MonkeyPatch.context() as patch:

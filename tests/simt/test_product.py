@@ -150,6 +150,7 @@ TREE_TESTS = "test_attention_of_trees.py"
 TREES, QUANTIZED_TREES = f"{TREE_TESTS}::test_trees", f"{TREE_TESTS}::test_trees_over_a_quantized_cache"
 LATER_BITS = f"{TREE_TESTS}::test_bits_of_later_tokens_and_of_the_token_itself_have_no_effect"
 PATH_TESTS = "test_token_path_kernels.py"
+DRAFTS, DRAFT_TESTS = "drafts.cu", "test_draft_kernels.py"
 SINKS = "attention/sinks.cuh"
 STORED_RING, PARAMS, APPENDING = (f"attention/{name}.cuh" for name in ("prefill_stored_ring", "prefill_params", "append_quantized"))
 PREFILL_OVER_QUANTIZED, DECODE_OVER_QUANTIZED, FEW_OVER_QUANTIZED = (
@@ -582,6 +583,77 @@ MISTAKES = {
     "the path of the first slot": ("kv.cu", "paths + slot * kMaxTreeTokens", "paths", "none", PATH_TESTS, BYTES),
     "scales that move in rows of four": ("kv.cu", "row_nbytes / tokens_per_row, vector", "row_nbytes, vector", "none", PATH_TESTS, BYTES),
     "a path of a slot without a start": ("kv.cu", "|| start < 0", "", "address", PATH_TESTS, "e"),
+    "drafts after an error": (DRAFTS, "draft[length * draft_slots].error == kNoError", "true", "none", DRAFT_TESTS, "test_place_drafts"),
+    "drafts of the slot of the same number": (DRAFTS, "drafts + sources[slot]", "drafts + slot", "none", DRAFT_TESTS, "test_place_drafts"),
+    "rows of one random number": (DRAFTS, "later(params[slot], place)", "later(params[slot], 0)", "none", DRAFT_TESTS, "test_place_drafts"),
+    "rows after a draft that choose too": (DRAFTS, "&& place <= length;", ";", "none", DRAFT_TESTS, "test_place_drafts"),
+    "drafts longer than they are": (DRAFTS, "equal < lengths[slot]", "equal + 1 < width", "none", DRAFT_TESTS, "test_accept_drafts"),
+    "an error that is pending": (
+        DRAFTS,
+        "max(chosen[first + equal].token, 0)",
+        "chosen[first + equal].token",
+        "none",
+        DRAFT_TESTS,
+        "test_accept_drafts",
+    ),
+    "tokens that equal themselves": (DRAFTS, "ids[first + equal + 1]", "ids[first + equal]", "none", DRAFT_TESTS, "test_accept_drafts"),
+    "random numbers of accepted tokens again": (
+        DRAFTS,
+        "later(params[slot], equal + 1)",
+        "later(params[slot], equal)",
+        "none",
+        DRAFT_TESTS,
+        "test_accept_drafts",
+    ),
+    "idle slots that go on": (DRAFTS, "asked[slot] < 0", "asked[slot] < -1", "none", DRAFT_TESTS, "test_accept_drafts"),
+    "a drafter that begins after its rows": (
+        DRAFTS,
+        "starts[target] - count + offsets[slot]",
+        "starts[target] + offsets[slot]",
+        "none",
+        DRAFT_TESTS,
+        "test_feed_drafter",
+    ),
+    "a drafter fed with tokens that do not count": (
+        DRAFTS,
+        "place < count ? max(chosen",
+        "place < width ? max(chosen",
+        "none",
+        DRAFT_TESTS,
+        "test_feed_drafter",
+    ),
+    "a drafter with rows of another width": (
+        DRAFTS,
+        "chosen[target * width + place]",
+        "chosen[target * draft_width + place]",
+        "none",
+        DRAFT_TESTS,
+        "test_feed_drafter",
+    ),
+    "slots of the drafter without a draft that choose": (
+        DRAFTS,
+        "rows[slot] = target < 0 ? RowParams{} : params[target];",
+        "rows[slot] = params[target < 0 ? 0 : target];",
+        "none",
+        DRAFT_TESTS,
+        "test_feed_drafter",
+    ),
+    "hidden states in the place of their slot": (
+        DRAFTS,
+        "(places ? places[slot] : slot) * to_stride",
+        "slot * to_stride",
+        "none",
+        DRAFT_TESTS,
+        "test_copy_slot_rows",
+    ),
+    "hidden states of the first token": (
+        DRAFTS,
+        "(from_offsets ? from_offsets[slot] : 0)",
+        "0",
+        "none",
+        DRAFT_TESTS,
+        "test_copy_slot_rows",
+    ),
     "a half that is not the other's": (PREFILL_RESULTS, "b = values[(!is_second", "b = values[(is_second", "none", PREFILL, "error <="),
     "halves before they are there": (
         PREFILL_RESULTS,

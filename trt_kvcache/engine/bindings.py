@@ -120,6 +120,7 @@ class BindingPlan:
         self._views: dict[tuple[int, int], list[tuple[str, DeviceTensor]]] = {}
         # Of each profile and parity of the states.
         self._first_slot: dict[tuple[int, int], int] = {}
+        self._start: dict[tuple[int, int], bool] = {}  # True if the start index of the buffers is bound
         self._shape: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._profile_of: dict[tuple[int, int, int], int] = {}
 
@@ -159,7 +160,9 @@ class BindingPlan:
         """
         return all(slot * nbytes % ALIGNMENT == 0 for nbytes in self._slot_nbytes)
 
-    def prepare(self, first_slot: int, count: int, width: int, buffers: StepBuffers, *, logits: int = 1) -> None:
+    def prepare(
+        self, first_slot: int, count: int, width: int, buffers: StepBuffers, *, logits: int = 1, starts_in_buffers: bool = False
+    ) -> None:
         """Choose the optimisation profile for an enqueue, and bind and set what differs from its last one.
 
         Addresses are bound once per profile and first slot, and shapes are set when the batch or the width changes, so a decode step
@@ -175,6 +178,8 @@ class BindingPlan:
             Holds the token ids, the start index and the logits.
         logits : int
             Number of new tokens per slot whose logits are wanted.
+        starts_in_buffers : bool
+            True to have the new tokens begin at the start index of the buffers from slot 0 on too, instead of at the lengths of the cache.
 
         Raises
         ------
@@ -196,6 +201,11 @@ class BindingPlan:
             self._first_slot.pop(bound, None)
             self._bind(first_slot, buffers)
             self._first_slot[bound] = first_slot
+        in_buffers = first_slot > 0 or starts_in_buffers
+        if self._start.get(bound) != in_buffers:
+            self._start.pop(bound, None)
+            self.engine.bind(self.names.kvcache_start_index, buffers.start_index if in_buffers else self.cache.lengths.tensor)
+            self._start[bound] = in_buffers
         before = self._shape.get(bound)
         if before != (count, width, logits):
             self._shape.pop(bound, None)
@@ -235,7 +245,7 @@ class BindingPlan:
         return profile
 
     def _bind(self, first_slot: int, buffers: StepBuffers) -> None:
-        """Bind all tensors in the profile in use, the caches from ``first_slot`` on."""
+        """Bind all tensors but the start index in the profile in use, the caches from ``first_slot`` on."""
         if first_slot and not self.can_start_at(first_slot):
             hint = (
                 "States are as large as the model says: run the slots from 0 on."
@@ -254,7 +264,6 @@ class BindingPlan:
             bind(name, view)
         bind(self.names.input_ids, buffers.input_ids)
         bind(self.names.last_token_ids, buffers.last_token_ids)
-        bind(self.names.kvcache_start_index, buffers.start_index if first_slot else self.cache.lengths.tensor)
         bind(self.names.logits, buffers.logits)
         if buffers.new_lengths is not None:
             bind(self.names.new_lengths, buffers.new_lengths)

@@ -16,7 +16,8 @@ _DeviceAndHost = tuple[DeviceTensor, np.ndarray[Any, Any]]
 class StepBuffers:
     """Device tensors for ``logits`` and the inputs that are not caches, each with a host buffer, pinned for a GPU.
 
-    A host buffer must not be written before its copy is done: callers wait once per step, in :meth:`read_logits`.
+    A host buffer must not be written before its copy is done: callers wait once per step, in :meth:`read_logits`. Indices of wanted
+    logits have two, since a step ahead writes them before that wait.
     """
 
     def __init__(
@@ -42,9 +43,8 @@ class StepBuffers:
             self.logits = self._tensor((max_batch_size * max_logits_per_slot, vocab_size), logits_dtype, stream)
             self._host_ids = memory.staging(self.input_ids.shape, index_dtypes[0])
             self._last_tokens = self.last_token_ids.reshape(max_batch_size * max_logits_per_slot)
-            self._host_last = memory.staging(self._last_tokens.shape, index_dtypes[1])
+            self._host_last = [memory.staging(self._last_tokens.shape, index_dtypes[1]) for _ in range(2)]
             self._host_first = memory.staging((max_batch_size,), index_dtypes[1])  # zeros, always
-            self._host_every = memory.staging(self._last_tokens.shape, index_dtypes[1])
             self._host_start = memory.staging(self.start_index.shape, "int32")
             self._host_new = memory.staging((max_batch_size,), "int32") if has_states else None
             self._host_logits = memory.staging(self.logits.shape, logits_dtype)
@@ -79,15 +79,6 @@ class StepBuffers:
             self._memory.upload(self._last_tokens[:count], self._host_first[:count], stream=stream)
             self._last = wanted
 
-    def want_every_logit(self, count: int, width: int, *, stream: Any) -> None:
-        """Want the logits of all ``width`` tokens in each slot. Enqueues of one width need no wait between them."""
-        wanted = [*range(width)] * count
-        if self._last != wanted:
-            self._last = []
-            self._host_every[: len(wanted)] = wanted
-            self._memory.upload(self._last_tokens[: len(wanted)], self._host_every[: len(wanted)], stream=stream)
-            self._last = wanted
-
     def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any, every_logit: bool = False) -> None:
         """Upload the new tokens of each slot, right-padded with 0; a row may be empty. Stream-ordered.
 
@@ -98,15 +89,29 @@ class StepBuffers:
         for padded, row in zip(host_ids, rows, strict=True):
             padded[: len(row)] = row
         self._memory.upload(ids, host_ids, stream=stream)
-        self._write_last([*range(width)] * len(rows) if every_logit else [max(len(row) - 1, 0) for row in rows], stream)
+        if every_logit:
+            self.want_every_logit(len(rows), width, stream=stream)
+        else:
+            self._write_last([max(len(row) - 1, 0) for row in rows], stream)
+
+    def want_every_logit(self, count: int, width: int, *, stream: Any) -> None:
+        """Want the logits of all ``width`` tokens in each slot. Stream-ordered."""
+        self._write_last([*range(width)] * count, stream)
 
     def _write_last(self, last: list[int], stream: Any) -> None:
         """Upload the indices of the tokens whose logits are wanted, slot by slot, unless they equal those of the last step."""
         if last != self._last:
             self._last = []
-            self._host_last[: len(last)] = last
-            self._memory.upload(self._last_tokens[: len(last)], self._host_last[: len(last)], stream=stream)
+            self._host_last.reverse()
+            page = self._host_last[0][: len(last)]
+            page[...] = last
+            self._memory.upload(self._last_tokens[: len(last)], page, stream=stream)
             self._last = last
+
+    def last_from_device(self, count: int) -> DeviceTensor:
+        """Return the indices ``[count]`` of the tokens whose logits are wanted, one in each slot, for a kernel that writes them."""
+        self._last = []
+        return self._last_tokens[:count]
 
     def write_start_index(self, lengths: Sequence[int], *, stream: Any) -> None:
         """Upload the lengths of slots that do not start at slot 0; otherwise the engine reads the lengths of the cache."""

@@ -121,6 +121,16 @@ class DeviceSampler(Uncopyable):
         """Number of token ids that it chooses from."""
         return self._vocab_size
 
+    @property
+    def params(self) -> DeviceTensor:
+        """``ROW_PARAMS`` of the slots, uint8 ``[B, 64]``, which a kernel may write instead of :meth:`set_positions`."""
+        return self._rows.params
+
+    @property
+    def results(self) -> DeviceTensor:
+        """``ROW_RESULT`` of the last :meth:`sample`, uint8 ``[B, 16]``."""
+        return self._rows.results
+
     @staticmethod
     def check(params: SamplingParams) -> None:
         """Raise ConfigError if a request has ``logits_processors`` (Python functions) or too many ``logprobs`` for the device."""
@@ -191,14 +201,20 @@ class DeviceSampler(Uncopyable):
         page = self._position_page[: len(requests) * width]
         page[...] = 0
         rows = page.view(ROW_PARAMS)[:, 0]
-        self._tops = [None] * len(self._tops)
         for first, one in zip(range(0, len(rows), width), requests, strict=True):
             if one is not None:
                 of_one = slice(first, first + len(one.offsets))
                 rows[of_one] = one.row
                 rows["counter"][of_one] = np.uint64(one.counter) + np.array(one.offsets, np.uint64)
-                self._tops[of_one] = [-1 if one.logprobs is None else one.logprobs] * len(one.offsets)
         self._memory.upload(self._rows.params[: len(rows)], page, stream=stream)
+        self.expect_positions(requests, width)
+
+    def expect_positions(self, requests: Sequence[Positions | None], width: int) -> None:
+        """Take the parameters of the slots, as :meth:`set_positions` numbers them, from the device."""
+        self._tops = [None] * len(self._tops)
+        for first, one in zip(range(0, len(requests) * width, width), requests, strict=True):
+            if one is not None:
+                self._tops[first : first + len(one.offsets)] = [-1 if one.logprobs is None else one.logprobs] * len(one.offsets)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
         """Make a slot idle until :meth:`set_slot`, stream-ordered."""

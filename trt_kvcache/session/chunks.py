@@ -53,6 +53,13 @@ class Chunk:
         return max(self.min_width, *self.takes)
 
 
+def from_first_slot(chunk: Chunk, lengths: Sequence[int], max_sequence_length: int) -> Chunk | None:
+    """Return an enqueue over the slots before it too, whose rows are not wanted; None if one of its slots lacks room for them."""
+    if max(lengths[: chunk.end]) + chunk.width > max_sequence_length:
+        return None
+    return Chunk(0, (0,) * chunk.first + chunk.takes, chunk.width)
+
+
 def bucket_widths(buckets: Sequence[int], profiles: Iterable[EngineProfile], max_width: int) -> list[int]:
     """Return the buckets of an engine that a profile takes, up to the maximum, which becomes one if a larger bucket is left out."""
     profiles = list(profiles)

@@ -1,7 +1,6 @@
 """``DecodeSteps``: run one token of each request and choose the next one, on the host, or on the device and one step ahead.
 
-Drafts (speculative decoding) run in the same enqueue, after these tokens. On the device, one launch samples all of
-their positions.
+Steps with drafts (speculative decoding) are those of :class:`VerifySteps`.
 """
 
 from __future__ import annotations
@@ -14,31 +13,17 @@ from typing import NamedTuple
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.errors import KVCacheError
-from trt_kvcache.generation.device_sampler import DeviceSampler, SampledToken, SampledTokens
+from trt_kvcache.generation.device_sampler import DeviceSampler, SampledTokens
 from trt_kvcache.generation.request import Choice, Request
-from trt_kvcache.generation.verify_sampler import VerifySampler
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.session.batch import Batch, Logits
+from trt_kvcache.session.cursors import Cursor, Cursors, cursors_of, still_holds
 from trt_kvcache.session.draft_pace import DraftPace
 from trt_kvcache.session.draft_plan import DraftPlan, plan_drafts
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
-from trt_kvcache.session.step_plan import Rows, StepPlan
-
-
-class Cursor(NamedTuple):
-    """A request, and the number of its tokens so far."""
-
-    request: Request
-    num_tokens: int
-
-    def following(self) -> Cursor:
-        """Return the cursor after one more token."""
-        return Cursor(self.request, self.num_tokens + 1)
-
-
-#: The request of each slot; None for an idle slot.
-Cursors = Sequence[Cursor | None]
+from trt_kvcache.session.step_plan import StepPlan
+from trt_kvcache.session.verify_steps import VerifiedRows, VerifySteps
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,19 +32,6 @@ class _StepAhead:
 
     cursors: Cursors
     sampled: SampledTokens | KVCacheError
-
-    def runs(self, cursors: Cursors) -> bool:
-        """Tell whether it has run the tokens of these requests. Requests that have ended since do not matter."""
-        return all(now is None or now == then for now, then in zip(cursors, self.cursors, strict=False))
-
-
-@dataclass(frozen=True, eq=False)
-class VerifiedRows:
-    """Rows that an enqueue has run to verify drafts, and that are not committed yet."""
-
-    plan: StepPlan
-    #: Indices of the tokens of each row to commit: its first one, and those of the draft that were accepted.
-    paths: Rows
 
 
 class DecodeStep(NamedTuple):
@@ -81,7 +53,7 @@ class DecodeSteps:
         # The requests whose history the sampler has, by slot; the step ahead included.
         self._sampled: Mapping[int, Cursor | None] = {}
         self._ahead: _StepAhead | None = None
-        self._verify_sampler: VerifySampler | None = None
+        self._verify_steps = VerifySteps(runner, batch)
         # On a CPU, steps take milliseconds of other programs too.
         self._pace = None if runner.cache.memory.is_host else DraftPace()
         #: True if tokens are chosen on the device. Tests set it over host memory.
@@ -106,8 +78,13 @@ class DecodeSteps:
             return self._choose(*self._run_again(slots, plan), requests, plan, waits=waits)
         pace = self._pace if any(request.drafting is not None for request in requests) else None
         running = sum(map(bool, plan.rows))
-        drafts = None if pace is not None and not pace.allows(running) else plan_drafts(self._runner, slots, requests, plan)
-        step = self._run_or_verify(slots, requests, plan, drafts, ahead=ahead, waits=waits)
+        drafted = pace is None or pace.allows(running)
+        if drafted and self._verify_steps.is_in_flight(cursors_of(requests, plan)):
+            step = self._verified(slots, *self._verify_steps.run_ahead(slots, requests, plan, ahead=ahead))
+        else:
+            on_device = self._chooses_positions(requests, plan)
+            drafts = plan_drafts(self._runner, slots, requests, plan, on_device=on_device) if drafted else None
+            step = self._run_or_verify(slots, requests, plan, drafts, ahead=ahead, waits=waits)
         if pace is not None:
             pace.count(running, sum(map(len, step.choices.values())), drafted=step.verified is not None)
         return step
@@ -116,82 +93,32 @@ class DecodeSteps:
         self, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, drafts: DraftPlan | None, *, ahead: bool, waits: bool
     ) -> DecodeStep:
         if self.on_device and all(request.fits_device for request in compress(requests, plan.rows)):
-            cursors = [Cursor(one, one.num_tokens) if row else None for one, row in zip(requests, plan.rows, strict=True)]
+            cursors = cursors_of(requests, plan)
             # A step ahead that is in flight is not wasted: the draft comes one step later.
             if drafts is None or self._is_in_flight(cursors):
                 return self._run_on_device(slots, plan, cursors, ahead=ahead and drafts is None)
         if drafts is not None:
-            return self._verify(slots, requests, drafts, waits=waits)
+            on_device = self._chooses_positions(requests, plan)
+            return self._verified(slots, *self._verify_steps.run(slots, requests, drafts, on_device=on_device, ahead=ahead, waits=waits))
         return self._choose(*self._run_on_host(slots, plan), requests, plan, waits=waits)
+
+    def _verified(self, slots: Sequence[Slot], choices: Mapping[int, Sequence[Choice]], verified: VerifiedRows) -> DecodeStep:
+        self._runner.uncommitted = verified
+        return DecodeStep(slots, choices, verified)
 
     def commit(self, verified: VerifiedRows, slots: Sequence[Slot]) -> list[Slot]:
         """Commit the accepted tokens of a step, pending in slots, and return the slots. Inside ``Runner.work(continues=True)``."""
         self._batch.commit_paths(verified.plan, [slot.length for slot in slots], verified.paths)
-        self._runner.uncommitted = None
+        self._runner.uncommitted = verified.following
         return [slot.committed(len(path)) for slot, path in zip(slots, verified.paths, strict=True)]
 
     def _run_again(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Mapping[int, Logits]]:
         """Run several pending tokens of a slot, as a prompt."""
         return self._batch.prefilled(slots, plan, self._runner.chunks([slot.length for slot in slots], plan))
 
-    @nvtx_range("verify")
-    def _verify(self, slots: Sequence[Slot], requests: Sequence[Request], drafts: DraftPlan, *, waits: bool) -> DecodeStep:
-        """Run tokens and drafts in one enqueue, choose, and accept the first tokens of a draft that equal the chosen ones."""
-        started = time.perf_counter()
-        plan, chunk = drafts.plan, drafts.chunk
-        parents = None if plan.parents is None else plan.parents[chunk.first : chunk.end]
-        self._runner.run(chunk, plan.rows[chunk.first : chunk.end], every_logit=True, parents=parents)
-        if self.on_device and all(request.fits_positions for request in compress(requests, plan.rows)):
-            sampled = self._sample_positions(requests, drafts)
-            logits = None
-        else:
-            logits = self._runner.every_logit(chunk)
-        seconds = time.perf_counter() - started
-        choices: dict[int, Sequence[Choice]] = {}
-        paths: list[Sequence[int]] = [()] * len(slots)
-        for slot in plan.running():
-            request, draft, place = requests[slot], drafts.drafts[slot], slot - chunk.first
-            room = self._batch.max_sequence_length - slots[slot].length - 1
-            if logits is None:
-                choices[slot], paths[slot] = request.receive_verified(sampled[place], draft, room=room)
-            else:
-                choices[slot], paths[slot] = request.choose_verified(logits[place, : len(draft) + 1], draft, room=room, waits=waits)
-        self._batch.count_step(sum(map(len, paths)), seconds)
-        self._record(requests, drafts, choices)
-        verified = VerifiedRows(plan, paths)
-        self._runner.uncommitted = verified
-        return DecodeStep(slots, choices, verified)
-
-    def _sample_positions(self, requests: Sequence[Request], drafts: DraftPlan) -> list[Sequence[SampledToken]]:
-        """Choose on the device at the position of each row of an enqueue: only tokens come to the host."""
-        runner, chunk = self._runner, drafts.chunk
-        num_rows = chunk.count * chunk.width
-        if self._verify_sampler is None or self._verify_sampler.max_rows < num_rows:
-            if self._verify_sampler is not None:
-                self._verify_sampler.close()
-                self._verify_sampler = None
-            max_rows, vocab_size = runner.cache.max_batch_size * chunk.width, runner.plan.vocab_size
-            self._verify_sampler = VerifySampler(runner.cache.memory, max_rows=max_rows, vocab_size=vocab_size, stream=runner.stream)
-        positions = [
-            requests[slot].positions((0, *drafts.drafts[slot].depths)) if drafts.plan.rows[slot] else None
-            for slot in range(chunk.first, chunk.end)
-        ]
-        _, logits = runner.device_views(num_rows)
-        runner.before_wait()
-        return self._verify_sampler.choose(logits, positions, chunk.width, stream=runner.stream)
-
-    def _record(self, requests: Sequence[Request], drafts: DraftPlan, choices: Mapping[int, Sequence[Choice]]) -> None:
-        """Count the drafts of a step, and set the length of the next one of each request."""
-        for slot, chosen in choices.items():
-            draft, drafting = drafts.drafts[slot], requests[slot].drafting
-            tokens = [choice.token.token for choice in chosen if choice.token is not None]
-            if not len(draft) or not tokens or drafting is None:
-                continue
-            accepted = draft.num_equal(tokens)
-            # A request that ends, or waits for a logits processor, says nothing of the rest of its draft.
-            verified, depth = (accepted, accepted) if accepted == len(tokens) else (len(draft), draft.depth)
-            drafting.record(verified, accepted, requests[slot].num_tokens + len(tokens), depth=depth)
-            self._batch.count_draft(verified, accepted)
+    def _chooses_positions(self, requests: Sequence[Request], plan: StepPlan) -> bool:
+        """Tell whether the device chooses at all positions of drafts."""
+        return self.on_device and all(request.fits_positions for request in compress(requests, plan.rows))
 
     @nvtx_range("decode")
     def _run_on_host(self, slots: Sequence[Slot], plan: StepPlan) -> tuple[list[Slot], Logits]:
@@ -244,7 +171,7 @@ class DecodeSteps:
 
     def _is_in_flight(self, cursors: Cursors) -> bool:
         """Tell whether a step ahead runs the tokens of these requests, and nothing has overwritten its rows since."""
-        return self._ahead is not None and self._runner.uncommitted is self._ahead and self._ahead.runs(cursors)
+        return self._ahead is not None and self._runner.uncommitted is self._ahead and still_holds(cursors, self._ahead.cursors)
 
     def _can_follow(self, cursors: Cursors, slots: Sequence[Slot]) -> bool:
         """Tell whether a next step is sure to have room, and likely to have a request that needs it."""
@@ -281,8 +208,8 @@ class DecodeSteps:
         return _StepAhead(cursors, self._sampler.download(len(cursors), stream=stream)), after
 
     def close(self) -> None:
-        """Release the sampler. Idempotent."""
+        """Release the samplers. Idempotent."""
         self._ahead, self._sampled = None, {}
-        for sampler in (self._sampler, self._verify_sampler):
-            if sampler is not None:
-                sampler.close()
+        self._verify_steps.close()
+        if self._sampler is not None:
+            self._sampler.close()

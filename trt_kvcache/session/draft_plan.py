@@ -11,8 +11,9 @@ from trt_kvcache.generation.draft_tree import DraftTree
 from trt_kvcache.generation.drafter import DraftedSequence, Drafter
 from trt_kvcache.generation.request import Request
 from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
-from trt_kvcache.session.chunks import Chunk
+from trt_kvcache.session.chunks import Chunk, from_first_slot
 from trt_kvcache.session.hidden_states import downloaded
+from trt_kvcache.session.model_drafter import EnqueuedDrafts, ModelDrafter
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import LogitsWanted, Rows, StepPlan
@@ -26,16 +27,31 @@ class DraftPlan(NamedTuple):
     plan: StepPlan
     chunk: Chunk
 
-    #: Draft of each slot: empty for an idle one, and for one without a proposal.
+    #: Draft of each slot: empty for an idle one, and for one without a proposal. If they are in flight, token 0 stands for each token.
     drafts: Sequence[DraftTree]
+    #: Drafts whose tokens are on the device only, and the slot of the drafter for each slot that has one.
+    in_flight: EnqueuedDrafts | None = None
+
+    def read(self) -> DraftPlan:
+        """Return the plan with the tokens of drafts that are in flight, after waiting for them. A draft ends before an error."""
+        if self.in_flight is None:
+            return self
+        found, places = self.in_flight.in_flight.read(), self.in_flight.slots
+        drafts = [DraftTree.chain(found[places[slot]][: len(asked)]) if len(asked) else asked for slot, asked in enumerate(self.drafts)]
+        rows = [(row[0], *draft.tokens, *row[1 + len(draft) :]) if row else row for row, draft in zip(self.plan.rows, drafts, strict=True)]
+        return DraftPlan(self.plan._replace(rows=rows), self.chunk, drafts)
 
 
-def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan) -> DraftPlan | None:
-    """Propose tokens that follow a plan of one token for each slot; None if there are none, or no slot has room for them."""
+def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, *, on_device: bool) -> DraftPlan | None:
+    """Propose tokens that follow a plan of one token for each slot; None if there are none, or no slot has room for them.
+
+    ``on_device``: the tokens may stay on the device.
+    """
     sequences = _sequences(runner, slots, requests, plan)
     if not sequences:
         return None
-    drafts = _proposals(runner, sequences)
+    in_flight = _enqueued(sequences) if on_device else None
+    drafts = _proposals(runner, sequences) if in_flight is None else _unread(in_flight)
     width = 1 + max(map(len, drafts.values()), default=0)
     lengths = [slot.length for slot in slots]
     while width > 1:
@@ -43,7 +59,9 @@ def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Reques
         wide = _plan_of(plan.rows, cut)
         chunks = runner.chunks(lengths, wide)
         if len(chunks) == 1:
-            return DraftPlan(wide, chunks[0], cut)
+            # A step ahead, which may follow drafts that are in flight, begins with slot 0.
+            own, limit = chunks[0], runner.cache.lengths.max_sequence_length
+            return DraftPlan(wide, (in_flight and from_first_slot(own, lengths, limit)) or own, cut, in_flight)
         width //= 2  # an enqueue writes rows for all slots in its range, and one of them is nearly full
     return None
 
@@ -74,6 +92,22 @@ def _sequences(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request
                 sequence = DraftedSequence(request, slot.row, slot.length, pending, limit, hidden, tree_limit, index, vocab_size)
                 found[index] = sequence
     return found
+
+
+def _enqueued(sequences: Mapping[int, DraftedSequence]) -> EnqueuedDrafts | None:
+    """Enqueue the drafts of a model or head that all sequences share; None if their tokens come to the host first."""
+    drafters = {id(one.request.drafting.drafter): one.request.drafting.drafter for one in sequences.values() if one.request.drafting}
+    [drafter, *others] = drafters.values()
+    found = drafter.enqueue([*sequences.values()]) if isinstance(drafter, ModelDrafter) and not others else None
+    if found is None:
+        return None
+    slots = [*sequences]
+    return EnqueuedDrafts(found.in_flight, {slots[index]: place for index, place in found.slots.items()})
+
+
+def _unread(enqueued: EnqueuedDrafts) -> dict[int, DraftTree]:
+    """Return chains of as many tokens as drafts that are in flight."""
+    return {slot: DraftTree.chain([0] * enqueued.in_flight.limits[place]) for slot, place in enqueued.slots.items()}
 
 
 def _proposals(runner: Runner, sequences: Mapping[int, DraftedSequence]) -> dict[int, DraftTree]:

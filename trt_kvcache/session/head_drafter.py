@@ -35,10 +35,6 @@ class HeadDrafter(ModelDrafter):
         # Position of the first hidden state that the slot of each request holds.
         self._firsts: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
-    def run_on(self, stream: Any) -> None:
-        """Run on the stream of the large model, after whose work the head reads hidden states."""
-        self._runner.stream = stream
-
     def _limits(self, sequences: Sequence[DraftedSequence]) -> list[int]:
         # No hidden state is known if all tokens were copied, nor is that of a pending token before another one.
         limits = super()._limits(sequences)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trt_kvcache.cache.cache import Cache
 from trt_kvcache.engine.step_rows import StepRows
+from trt_kvcache.kernels.draft_kernels import copy_slot_rows_kernel
 from trt_kvcache.kernels.draft_tree_kernels import gather_parents_kernel
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -28,11 +29,15 @@ class HiddenStates:
         self._positions = cache.lengths.max_sequence_length
         # Slots move by name: no row is copied in a compaction.
         self._places = list(range(cache.max_batch_size))
-        shape, dtype = (cache.max_batch_size * self._positions, width), rows.table.dtype
+        shape, dtype, slots = (cache.max_batch_size * self._positions, width), rows.table.dtype, (cache.max_batch_size,)
         stream = rows.memory.create_stream()
         self._allocation = rows.memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream)
+        self._of_places = rows.memory.allocate(dense_nbytes(slots, "int32"), zeroed=True, stream=stream)
         rows.memory.synchronize(stream)
         self._table = DeviceTensor(self._allocation, shape=shape, dtype=dtype)
+        self._places_on_device = DeviceTensor(self._of_places, shape=slots, dtype="int32")
+        self._staging = rows.memory.staging(slots, "int32")
+        self._uploaded: list[int] = []
 
     @classmethod
     def of(cls, rows: StepRows | None, cache: Cache) -> HiddenStates | None:
@@ -51,6 +56,22 @@ class HiddenStates:
             for index, (slot, start) in enumerate(zip(_slots(chunk), starts, strict=True))
         ]
         self._step.memory.copy_rows(self._table, self._step.table, moves, stream=stream)
+
+    @property
+    def of_step(self) -> DeviceTensor:
+        """Rows of the last enqueue."""
+        return self._step.table
+
+    def store_from(self, starts: DeviceTensor, chunk: Chunk, *, stream: Any) -> None:
+        """Store the rows of the last enqueue, of the first slots, which began where only the device knows. All of them have room."""
+        if self._places != self._uploaded:
+            # Slots have moved since the last upload, after which the host has waited.
+            self._staging[...] = self._places
+            self._step.memory.upload(self._places_on_device, self._staging, stream=stream)
+            self._uploaded = list(self._places)
+        grid = chunk.count, chunk.width
+        places, table = self._places_on_device, self._step.table
+        copy_slot_rows_kernel(self._table, places, self._positions, starts, table, chunk.width, None, grid, stream)
 
     def keep_paths(self, starts: Sequence[int], paths: Sequence[Sequence[int]], *, stream: Any) -> None:
         """Move the rows at the indices ``paths`` after ``starts`` of each slot, in order, to directly after ``starts``."""
@@ -77,6 +98,7 @@ class HiddenStates:
     def close(self) -> None:
         """Release the rows. Idempotent."""
         self._allocation.close()
+        self._of_places.close()
 
 
 class HiddenInputs:
@@ -158,6 +180,23 @@ class HiddenInputs:
         ]
         self._last = chunk.first, chunk.width
         self._copy(self._own, self._outputs.table, _joined(last), stream)
+
+    def load_rows(self, rows: DeviceTensor, moves: Moves, *, stream: Any) -> None:
+        """Copy the rows of the next enqueue from those of the large model."""
+        self._copy(self._inputs.table, rows, moves, stream)
+
+    def keep_at(self, last: DeviceTensor, width: int, *, stream: Any) -> None:
+        """Keep the state at index ``last`` of each of the first slots of an enqueue of this width."""
+        grid = len(last), 1
+        copy_slot_rows_kernel(self._own, None, 1, None, self._outputs.table, width, last, grid, stream)
+
+    def load_own(self, count: int, *, stream: Any) -> None:
+        """Copy the rows of the next enqueue, of one token in each of the first slots, from the states of the head itself."""
+        self._copy(self._inputs.table, self._own, [(0, 0, count)], stream)
+
+    def keep_own(self, count: int, *, stream: Any) -> None:
+        """Keep the states of an enqueue of one token in each of the first slots."""
+        self._copy(self._own, self._outputs.table, [(0, 0, count)], stream)
 
     def _copy(self, destination: DeviceTensor, source: DeviceTensor, moves: Moves, stream: Any) -> None:
         if moves:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from trt_kvcache.errors import ConfigError
@@ -13,8 +13,9 @@ from trt_kvcache.generation.request import Request
 from trt_kvcache.generation.token_ids import common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.session.batch import Batch
-from trt_kvcache.session.draft_steps import Drafted, DraftSteps
+from trt_kvcache.session.draft_steps import Drafted, DraftsInFlight, DraftSteps
 from trt_kvcache.session.draft_tree_steps import DraftTreeSteps
+from trt_kvcache.session.drafts_ahead import AheadPlan, ChosenTokens, Continued, DraftsAhead
 from trt_kvcache.session.runner import Runner
 
 if TYPE_CHECKING:
@@ -22,6 +23,24 @@ if TYPE_CHECKING:
 
 #: Token that a draft model or head reads in the places of rows.
 PLACEHOLDER = 0
+
+
+class VerifiedDraft(NamedTuple):
+    """A slot of the large model that verifies a draft, and has a next one."""
+
+    request: Request
+    #: Tokens in the cache, and tokens of the draft.
+    length: int
+    asked: int
+    #: Tokens of the next draft.
+    limit: int
+
+
+class EnqueuedDrafts(NamedTuple):
+    """Drafts whose tokens are on the device, and the slot of the drafter for each sequence that has one, by its index."""
+
+    in_flight: DraftsInFlight
+    slots: Mapping[int, int]
 
 
 class ModelDrafter:
@@ -42,30 +61,77 @@ class ModelDrafter:
         self._steps: DraftSteps | DraftTreeSteps = DraftSteps(self._runner, self._batch, vocab_size=vocab_size)
         if tree_tokens:
             self._steps = DraftTreeSteps(self._runner, self._batch, vocab_size=vocab_size, max_tokens=tree_tokens)
+        self._ahead: DraftsAhead | None = None
         # Slot of each request, and the number of tokens of the request in that slot. Tokens after them are an earlier draft.
         self._places: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 
+    def run_on(self, stream: Any) -> None:
+        """Run on the stream of the large model, which verifies drafts before the host has read them."""
+        self._runner.synchronize()
+        self._runner.stream = stream
+
     def propose(self, sequences: Sequence[DraftedSequence]) -> Sequence[Sequence[int] | DraftTree]:
         """Generate a draft for each sequence: first append the tokens that its slot lacks, then generate one token of all at a time."""
+        slots, drafted = self._begin(sequences)
+        found = self._steps.run(drafted) if drafted else {}
+        return [found[slots[index]] if index in slots else () for index in range(len(sequences))]
+
+    def enqueue(self, sequences: Sequence[DraftedSequence]) -> EnqueuedDrafts | None:
+        """Enqueue the drafts that :meth:`propose` would generate; None if there are none, or their tokens are chosen on the host."""
+        if not isinstance(self._steps, DraftSteps):
+            return None
+        slots, drafted = self._begin(sequences)
+        in_flight = self._steps.enqueue(drafted) if drafted else None
+        return None if in_flight is None else EnqueuedDrafts(in_flight, slots)
+
+    def plan_ahead(self, verified: Mapping[int, VerifiedDraft]) -> AheadPlan | None:
+        """Plan the drafts that follow those that slots of the large model verify; None if they must wait for the host."""
+        if (
+            type(self._steps) is not DraftSteps
+            or self._steps.sampler is None
+            or any(one.request not in self._places for one in verified.values())
+        ):
+            return None
+        self._ahead = self._ahead or DraftsAhead(self._runner, self._batch)
+        places = {target: self._places[one.request] for target, one in verified.items()}
+        return self._ahead.plan(
+            {
+                place: Continued(target, verified[target].length, known, verified[target].asked + 1, verified[target].limit)
+                for target, (place, known) in places.items()
+            }
+        )
+
+    def run_ahead(self, plan: AheadPlan, chosen: ChosenTokens) -> EnqueuedDrafts:
+        """Enqueue drafts after tokens that only the device knows."""
+        assert isinstance(self._steps, DraftSteps)
+        assert self._ahead is not None
+        assert self._steps.sampler is not None
+        in_flight = self._ahead.run(plan, chosen, self._steps.sampler)
+        return EnqueuedDrafts(in_flight, {one.target: place for place, one in plan.continued.items()})
+
+    def settle(self, chosen: Mapping[Request, Sequence[int]]) -> None:
+        """Take the tokens after which :meth:`run_ahead` has drafted into the slots of their requests."""
+        assert self._ahead is not None
+        places = {request: self._places[request] for request in chosen}
+        self._ahead.settle({place: chosen[request] for request, (place, _) in places.items()})
+        for request, (place, known) in places.items():
+            self._places[request] = place, known + len(chosen[request])
+
+    def _begin(self, sequences: Sequence[DraftedSequence]) -> tuple[dict[int, int], dict[int, Drafted]]:
+        """Give slots to the sequences that can have a draft; return them by the index of a sequence, and what each of them runs."""
         limits = self._limits(sequences)
         drafted = [index for index, count in enumerate(limits) if count > 0]
         slots = dict(zip(drafted, self._slots_of([sequences[index] for index in drafted]), strict=True))
-        drafts: list[Sequence[int] | DraftTree] = [() for _ in sequences]
         if not drafted:
-            return drafts
+            return {}, {}
         kept = {slot: self._kept(sequences[index], slot) for index, slot in slots.items()}
         self._take_slots({slot: sequences[index] for index, slot in slots.items()}, kept)
-        found = self._steps.run(
-            {
-                slot: Drafted(
-                    sequences[index].request, self._tokens(sequences[index], kept[slot]), limits[index], self._tree_limit(sequences[index])
-                )
-                for index, slot in slots.items()
-            }
-        )
-        for index, slot in slots.items():
-            drafts[index] = found[slot]
-        return drafts
+        return slots, {
+            slot: Drafted(
+                sequences[index].request, self._tokens(sequences[index], kept[slot]), limits[index], self._tree_limit(sequences[index])
+            )
+            for index, slot in slots.items()
+        }
 
     def _limits(self, sequences: Sequence[DraftedSequence]) -> list[int]:
         """Return the most tokens of each draft; 0 or less for none."""
@@ -116,6 +182,8 @@ class ModelDrafter:
     def close(self) -> None:
         """Close engine and cache of the small model. Idempotent."""
         self._steps.close()
+        if self._ahead is not None:
+            self._ahead.close()
         self._runner.close()
         self._parts.close()
 

@@ -243,13 +243,7 @@ class Runner:
 
     def _enqueue(self, chunk: Chunk, parents: Rows | None = None, *, is_written: bool = False) -> None:
         """``is_written``: kernels have written the trees of the enqueue."""
-        self.uncommitted = None
-        if self._held.states is _States.ONE_STEP_FURTHER:
-            self.overwrite_states()  # the engine writes into the buffer that still has them
-        if self._slot_adapters is not None:
-            self._slot_adapters.write(self._adapters[chunk.first : chunk.end], stream=self.stream)
-        if self._ancestors is not None and not is_written and (parents is not None or self._ancestors.in_use):
-            self._ancestors.write(parents, chunk.width, stream=self.stream)
+        self._before_enqueue(chunk, parents, is_written=is_written)
         if self.hidden_inputs is not None:
             self.hidden_inputs.load(self._starts(chunk), chunk, stream=self.stream)
         self.engine.enqueue(self.stream)
@@ -257,6 +251,15 @@ class Runner:
             self.hidden_inputs.keep(chunk, stream=self.stream)
         if self.hidden_states is not None:
             self.hidden_states.store(self._starts(chunk), chunk, stream=self.stream)
+
+    def _before_enqueue(self, chunk: Chunk, parents: Rows | None = None, *, is_written: bool = False) -> None:
+        self.uncommitted = None
+        if self._held.states is _States.ONE_STEP_FURTHER:
+            self.overwrite_states()  # the engine writes into the buffer that still has them
+        if self._slot_adapters is not None:
+            self._slot_adapters.write(self._adapters[chunk.first : chunk.end], stream=self.stream)
+        if self._ancestors is not None and not is_written and (parents is not None or self._ancestors.in_use):
+            self._ancestors.write(parents, chunk.width, stream=self.stream)
 
     def _starts(self, chunk: Chunk) -> Sequence[int]:
         return self.cache.host_kv_cache_lengths[chunk.first : chunk.end]
@@ -269,6 +272,48 @@ class Runner:
         self._take(chunk.first, chunk.takes)
         self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
         self._enqueue(chunk, parents)
+
+    def run_from_device(self, chunk: Chunk) -> None:
+        """Enqueue rows whose token ids are in :meth:`device_views`; all logits are wanted, and nothing is committed. Does not wait."""
+        if chunk.first:
+            self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
+        self._buffers.want_every_logit(chunk.count, chunk.width, stream=self.stream)
+        self._take(chunk.first, chunk.takes)
+        self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width)
+        self._enqueue(chunk)
+
+    # --- rows past the lengths of the cache, which begin where only the device knows ---
+
+    def input_ids(self, count: int) -> DeviceTensor:
+        """Return the token ids ``[count]`` of the next enqueue."""
+        return self._buffers.input_ids[:count]
+
+    def starts(self, count: int) -> DeviceTensor:
+        """Return the positions ``[count]`` of the first rows of :meth:`run_ahead`."""
+        return self._buffers.start_index[:count]
+
+    def last_from_device(self, count: int) -> DeviceTensor:
+        """Return the index of the token in each row of :meth:`run_ahead` whose logits are wanted."""
+        return self._buffers.last_from_device(count)
+
+    def run_ahead(self, count: int, width: int, *, every_logit: bool) -> None:
+        """Enqueue rows of the first slots from :meth:`starts` on, with ids in :meth:`input_ids`; nothing is committed. Does not wait.
+
+        Of a head, the caller copies hidden states; logits of one token in each row are those of :meth:`last_from_device`.
+        """
+        chunk = Chunk(0, (width,) * count)
+        if every_logit:
+            self._buffers.want_every_logit(count, width, stream=self.stream)
+        self.plan.prepare(0, count, width, self._buffers, logits=width if every_logit else 1, starts_in_buffers=True)
+        self._before_enqueue(chunk)
+        self.engine.enqueue(self.stream)
+        if self.hidden_states is not None:
+            self.hidden_states.store_from(self.starts(count), chunk, stream=self.stream)
+
+    def run_next_ahead(self, count: int) -> None:
+        """Enqueue one more token of the first slots, as :meth:`run_ahead` does."""
+        self._buffers.want_first_logits(count, stream=self.stream)
+        self.run_ahead(count, 1, every_logit=False)
 
     def prefill(self, chunk: Chunk, rows: Rows, *, every_logit: bool = False, parents: Rows | None = None) -> None:
         """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait."""

@@ -45,6 +45,7 @@ from trt_kvcache.session.decode_steps import DecodeSteps
 from trt_kvcache.session.draft_heads import with_located_draft
 from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
 from trt_kvcache.session.head_drafter import HeadDrafter
+from trt_kvcache.session.model_drafter import ModelDrafter
 from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.open_draft import with_draft
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
@@ -175,7 +176,7 @@ class InferenceSession(Uncopyable):
         self._queue = RequestQueue(self._runner, self._batch, self._decode_steps, prefill_chunk=self._prefill_chunk)
         self._drafter: Drafter | None = None
         self._drafter = self._chosen_drafter(draft)
-        if isinstance(self._drafter, HeadDrafter):
+        if isinstance(self._drafter, ModelDrafter):
             self._drafter.run_on(self._runner.stream)
 
     @classmethod
