@@ -3,7 +3,7 @@
     python benchmarks/expert_prompts.py [--quick] [--max-seconds 60]
 
 ``tiles``: the kernels of this package, which read packed weights as they are stored. ``grouped``: the same weights in 16 bits, and
-``torch.nn.functional.grouped_mm``. ``few``: the kernels for 8 rows at a time. All sort, multiply and add up. A time is
+``torch.nn.functional.grouped_mm``, which the engine takes itself for 16 bits and many rows. All sort, multiply and add up. A time is
 the median of several calls, between events, on an idle GPU. The least time is that of reading all chosen experts once, or of multiplying at
 the speed that torch's largest product reaches here, whichever is longer.
 """
@@ -32,7 +32,6 @@ from trt_kvcache.kernels.linear_tiles import EXPONENTS  # noqa: E402
 from trt_kvcache.torch_engine.device_views import DeviceViews  # noqa: E402
 from trt_kvcache.torch_engine.experts import SortedProducts  # noqa: E402
 from trt_kvcache.torch_engine.grouped_experts import GroupedProducts  # noqa: E402
-from trt_kvcache.torch_engine.kernel_experts import KernelExperts  # noqa: E402
 from trt_kvcache.torch_engine.operations import Elementwise, ExpertProducts, Experts, Projections, dense  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import MatrixStack  # noqa: E402
 from trt_kvcache.torch_engine.tiled_experts import TiledExperts  # noqa: E402
@@ -85,16 +84,14 @@ def rows_of(layers: Layers, in_16: list[Experts], rows: int, copy: float, flops:
     weights, chosen = torch.rand(rows, model.choices, device="cuda") + 0.1, layers.choices(rows)
     by_expert = SortedProducts(Projections(elementwise))
     grouped = GroupedProducts(by_expert, elementwise)
-    sides: dict[str, ExpertProducts] = {"tiles": TiledExperts(by_expert, elementwise, views, stream), "grouped": grouped}
-    if rows <= 64 and layers.stored.kind is not None:
-        sides["few"] = KernelExperts(grouped, elementwise, views, stream)
+    sides: dict[str, ExpertProducts] = {"tiles": TiledExperts(grouped, elementwise, views, stream), "grouped": grouped}
     layer_of = dict.fromkeys(sides, layers.of_step) | {"grouped": lambda step: in_16[step % len(in_16)]}
     found = {name: side(x, chosen[0], weights, layer_of[name](0)) for name, side in sides.items()}
     errors = {name: relative_error(found[name], found["grouped"].double()) for name in sides if name != "grouped"}
     for name, error in errors.items():
         assert error <= _TOLERANCE, f"{model.name} in {layers.stored.name}, {rows} rows: {name} differs by {error:.2e}"
     times = {
-        name: seconds(lambda step, side=side: side(x, chosen[step], weights, layers.of_step(step)), len(chosen))
+        name: seconds(lambda step, side=side, of=layer_of[name]: side(x, chosen[step], weights, of(step)), len(chosen))
         for name, side in sides.items()
     }
     read = sum(len(one.unique()) for one in chosen) / len(chosen)

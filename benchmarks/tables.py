@@ -640,6 +640,7 @@ _FILES = {
     "drafts_host": _drafts,
     "draft_models": _draft_models,
     "draft_trees": _draft_trees,
+    "draft_trees_batch_1": _draft_trees,
     "adapters": _adapters,
     "build": _build,
     "build_packed": _build_packed,
