@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.session.conftest import choice_of_drafts  # noqa: F401
 from tests.session.reference_sessions import OPTIONS
 from tests.torch_engine.needs_torch import need_torch
 
