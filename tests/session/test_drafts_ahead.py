@@ -391,6 +391,21 @@ def test_logits_of_a_step_ahead_that_are_not_finite(opens: Any, monkeypatch: pyt
     assert session.cache.active_batch_size == 0
 
 
+def test_drafts_that_are_not_read_are_waited_for(opens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next drafts write the buffers of the host that they read."""
+    scene = opens()
+    session = scene.session
+    session.submit(ring_prompts(1)[0], params(20)[0])
+    session.step()
+    with monkeypatch.context() as patch:
+        Failing(patch, session.engine, 0, EngineError("no memory"))
+        with pytest.raises(EngineError):
+            session.step()
+    waits = waits_of(scene, monkeypatch)
+    session.step()
+    assert waits == ["draft", "model"]
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_logits_that_are_not_finite_inside_a_draft_once(opens: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The tokens before them count, and the step ahead, which has begun after them, is dropped."""

@@ -61,6 +61,14 @@ def test_a_step_of_a_head_reduces_and_leaves_its_hidden_states_as_they_are(memor
         assert_close(ours, expected, 2e-2)
 
 
+def widths_ahead(session, monkeypatch):
+    """Return a list to which the width of each verification that runs ahead is added."""
+    found, runner = [], session._runner
+    run_ahead = runner.run_ahead
+    monkeypatch.setattr(runner, "run_ahead", lambda count, width, **options: (found.append(width), run_ahead(count, width, **options))[1])
+    return found
+
+
 def test_a_head_that_is_right_is_accepted(memory, calls, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(opening, "_torch_memory", lambda options: memory)
     model = write_ring_model(tmp_path / "model", hidden_size=64, head_dim=64)
@@ -71,9 +79,11 @@ def test_a_head_that_is_right_is_accepted(memory, calls, tmp_path, monkeypatch):
         expected = by_prompt(plain.generate(prompts, params))
     with InferenceSession.from_model(model, engine="torch", draft=head, **options) as session:
         always_drafting(session)
+        widths = widths_ahead(session, monkeypatch)
         assert session.cache.memory is memory
         assert by_prompt(session.generate(prompts, params)) == expected
         assert session.statistics.draft_tokens > 10
         assert session.statistics.acceptance_rate == 1
+        assert set(widths) >= {4}, "the next draft of three tokens is verified ahead"
     assert calls["attend"] > 0
     assert calls["linear"] > 0

@@ -17,7 +17,7 @@ class StepBuffers:
     """Device tensors for ``logits`` and the inputs that are not caches, each with a host buffer, pinned for a GPU.
 
     A host buffer must not be written before its copy is done: callers wait once per step, in :meth:`read_logits`. Indices of wanted
-    logits have two, since a step ahead writes them before that wait.
+    logits have three: for a step, a step ahead, which writes them before that wait, and another one in its place if it is dropped.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StepBuffers:
             self.logits = self._tensor((max_batch_size * max_logits_per_slot, vocab_size), logits_dtype, stream)
             self._host_ids = memory.staging(self.input_ids.shape, index_dtypes[0])
             self._last_tokens = self.last_token_ids.reshape(max_batch_size * max_logits_per_slot)
-            self._host_last = [memory.staging(self._last_tokens.shape, index_dtypes[1]) for _ in range(2)]
+            self._host_last = [memory.staging(self._last_tokens.shape, index_dtypes[1]) for _ in range(3)]
             self._host_first = memory.staging((max_batch_size,), index_dtypes[1])  # zeros, always
             self._host_start = memory.staging(self.start_index.shape, "int32")
             self._host_new = memory.staging((max_batch_size,), "int32") if has_states else None
@@ -102,8 +102,8 @@ class StepBuffers:
         """Upload the indices of the tokens whose logits are wanted, slot by slot, unless they equal those of the last step."""
         if last != self._last:
             self._last = []
-            self._host_last.reverse()
-            page = self._host_last[0][: len(last)]
+            self._host_last.append(self._host_last.pop(0))
+            page = self._host_last[-1][: len(last)]
             page[...] = last
             self._memory.upload(self._last_tokens[: len(last)], page, stream=stream)
             self._last = last

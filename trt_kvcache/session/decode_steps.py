@@ -79,7 +79,7 @@ class DecodeSteps:
         pace = self._pace if any(request.drafting is not None for request in requests) else None
         running = sum(map(bool, plan.rows))
         drafted = pace is None or pace.allows(running)
-        if drafted and self._verify_steps.is_in_flight(cursors_of(requests, plan)):
+        if drafted and self._verify_steps.is_in_flight(requests, plan):
             step = self._verified(slots, *self._verify_steps.run_ahead(slots, requests, plan, ahead=ahead))
         else:
             on_device = self._chooses_positions(requests, plan)

@@ -40,7 +40,7 @@ class Drafted(NamedTuple):
 UNREAD = -1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DraftsInFlight:
     """Drafts that were enqueued. The slots hold them, with :data:`UNREAD` for their tokens until these are read."""
 
@@ -51,6 +51,7 @@ class DraftsInFlight:
     _sampled: SampledDrafts
     #: Row of each slot, and the index of the first token of its draft.
     _rows: Mapping[int, tuple[list[int], int]]
+    is_read: bool = False
 
     def read(self) -> dict[int, list[int]]:
         """Wait for the drafts, and return them up to their errors."""
@@ -59,6 +60,7 @@ class DraftsInFlight:
             # Token 0 has run after an error. The last token of a draft has not run.
             ran = [*drafts[slot], *[0] * (self.limits[slot] - len(drafts[slot]))][:-1]
             row[first : first + len(ran)] = ran
+        self.is_read = True
         return drafts
 
 
@@ -69,6 +71,7 @@ class DraftSteps:
         self._runner, self._batch, self._vocab_size = runner, batch, vocab_size
         #: Of drafts that the device chooses, once there were some.
         self.sampler: DraftSampler | None = None
+        self._in_flight: DraftsInFlight | None = None
         #: True if tokens are chosen on the device. Tests set it over host memory.
         self.on_device = not runner.cache.memory.is_host and self.can_be_on_device
 
@@ -159,6 +162,8 @@ class DraftSteps:
             stream=stream,
         )
         ids, logits = runner.device_views(count)
+        if self._in_flight is not None and not self._in_flight.is_read:
+            runner.synchronize()  # drafts that were not used may still read the buffers of the host
         with runner.work():
             runner.run(chunk, plan.rows[:count], every_logit=False)
             self._commit(plan.increments)
@@ -175,7 +180,8 @@ class DraftSteps:
                 after[slot] = slots[slot].extended([*one.tokens, *[UNREAD] * (one.limit - 1)])
                 rows[slot] = after[slot].row, slots[slot].length + len(one.tokens)
             self._apply(after)
-        return DraftsInFlight({slot: one.limit for slot, one in drafted.items()}, sampler.table, sampled, rows)
+        self._in_flight = DraftsInFlight({slot: one.limit for slot, one in drafted.items()}, sampler.table, sampled, rows)
+        return self._in_flight
 
     def _append(self, rows: Rows) -> Logits:
         """Run new tokens of slots, and return the logits ``[A, vocab]``."""

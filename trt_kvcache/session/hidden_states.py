@@ -36,7 +36,7 @@ class HiddenStates:
         rows.memory.synchronize(stream)
         self._table = DeviceTensor(self._allocation, shape=shape, dtype=dtype)
         self._places_on_device = DeviceTensor(self._of_places, shape=slots, dtype="int32")
-        self._staging = rows.memory.staging(slots, "int32")
+        self._staging = [rows.memory.staging(slots, "int32") for _ in range(2)]
         self._uploaded: list[int] = []
 
     @classmethod
@@ -65,9 +65,10 @@ class HiddenStates:
     def store_from(self, starts: DeviceTensor, chunk: Chunk, *, stream: Any) -> None:
         """Store the rows of the last enqueue, of the first slots, which began where only the device knows. All of them have room."""
         if self._places != self._uploaded:
-            # Slots have moved since the last upload, after which the host has waited.
-            self._staging[...] = self._places
-            self._step.memory.upload(self._places_on_device, self._staging, stream=stream)
+            # Slots have moved since the last upload, which a step ahead that was dropped may still do. That before it is done.
+            self._staging.reverse()
+            self._staging[0][...] = self._places
+            self._step.memory.upload(self._places_on_device, self._staging[0], stream=stream)
             self._uploaded = list(self._places)
         grid = chunk.count, chunk.width
         places, table = self._places_on_device, self._step.table

@@ -89,9 +89,10 @@ class VerifySteps:
         }
         return self._counted(requests, drafts, verified, seconds, None)
 
-    def is_in_flight(self, cursors: Cursors) -> bool:
-        """Tell whether a verification ahead runs the tokens of these requests, and nothing has overwritten its rows since."""
-        return self._ahead is not None and self._runner.uncommitted is self._ahead and still_holds(cursors, self._ahead.cursors)
+    def is_in_flight(self, requests: Sequence[Request], plan: StepPlan) -> bool:
+        """Tell whether a verification ahead runs the tokens of a plan, and nothing has overwritten its rows since."""
+        step = self._ahead
+        return step is not None and self._runner.uncommitted is step and still_holds(cursors_of(requests, plan), step.cursors)
 
     @nvtx_range("verify")
     def run_ahead(
