@@ -32,7 +32,7 @@ struct ExpertTileParams : ClampedParams {
     int choices;               // that the rows of x are shared by; 0: row p of x, and row order[p] of out
 };
 
-// Where a chunk of a row is in a stage: lanes 0 to 7 read chunks 4h to 4h + 3 of two rows at once.
+// Offset of a chunk of a row in a stage. Lanes 0 to 7 read chunks 4h to 4h + 3 of two rows at once.
 __device__ __forceinline__ unsigned stage_offset(int row, int chunk) {
     return (row * kChunks + (chunk ^ (row % 2 * (kChunks / 2)))) * 16;
 }
