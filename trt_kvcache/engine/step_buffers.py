@@ -16,9 +16,11 @@ _DeviceAndHost = tuple[DeviceTensor, np.ndarray[Any, Any]]
 class StepBuffers:
     """Device tensors for ``logits`` and the inputs that are not caches, each with a host buffer, pinned for a GPU.
 
-    A host buffer must not be written before its copy is done: callers wait once per step, in :meth:`read_logits`. Indices of wanted
-    logits have three: for a step, a step ahead, which writes them before that wait, and another one in its place if it is dropped.
+    A host buffer must not be written before its copy is done: callers wait once per step, in :meth:`read_logits`.
     """
+
+    # Indices of wanted logits have three buffers: for a step, a step ahead, which writes them before that wait, and another one in its
+    # place if it is dropped.
 
     def __init__(
         self,

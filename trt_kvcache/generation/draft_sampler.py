@@ -36,9 +36,10 @@ class SampledDrafts:
 class DraftSampler(Uncopyable):
     """A :class:`DeviceSampler` that keeps the tokens of up to ``max_tokens`` positions on the device.
 
-    A draft is :meth:`begin` or :meth:`continue_on_device`, :meth:`sample` for each position, then :meth:`download`, whose result must be
-    read before the second next one.
+    A draft is :meth:`begin` or :meth:`continue_on_device`, :meth:`sample` for each position, then :meth:`download`.
     """
+
+    # There are two pages: the result of a download must be read before the second next one.
 
     def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, max_tokens: int, stream: Any) -> None:
         self._memory, self._slots = memory, max_batch_size

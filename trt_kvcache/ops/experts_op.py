@@ -101,8 +101,7 @@ class ExpertsOp:
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
         """See :meth:`CustomOp.workspace_nbytes <trt_kvcache.ops.custom_op.CustomOp.workspace_nbytes>`.
 
-        Room for the router's logits, choices and weights of all rows; for the inner activations, and if there are more than 8 rows, for
-        their order by expert and the outputs of experts. Of these there are at most 2048 rows at a time.
+        Room for the router's results of all rows, and for inner activations, order and outputs of up to 2048 rows.
         """
         sizes = self._sizes(inputs)
         return sum(_padded(one) for one in self._scratch_types(sizes))
