@@ -58,7 +58,7 @@ def test_the_last_tokens_follow_the_rows(buffers, stream):
 
 
 def test_all_tokens_of_rows_that_are_on_the_device(memory, stream):
-    """What the host wrote for the enqueue before may not have been copied yet."""
+    """The upload of the enqueue before may still read its page of pinned memory."""
     buffers = StepBuffers(memory, **OPTIONS, max_logits_per_slot=4)
     buffers.write_rows([[1, 2, 3], [4]], 3, stream=stream)
     found = memory.to_device(np.zeros(2, np.int32), stream=stream)

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.kernels.test_expert_kernels import BIAS, CLAMPED, DTYPES, SUM_ROUNDING, Problem, check_down, check_up
+from tests.kernels.test_expert_kernels import BIAS, CLAMPED, DTYPES, SUM_ROUNDING, Problem, check_up
 from tests.kernels.test_packed_expert_kernels import FORMATS, PackedProblem, every_format
 from tests.sweeps import each_once
 from trt_kvcache.dtypes import numpy_dtype
@@ -183,10 +183,3 @@ def test_a_row_does_not_depend_on_the_others(memory, stream, made):
         after = run()
         assert others.any()
         np.testing.assert_array_equal(after[others].view(np.uint16), before[others].view(np.uint16))
-
-
-def test_results_equal_those_for_few_rows(memory, stream):
-    """Each row within the rounding of products."""
-    for made in (DenseTiled, of_format(FORMATS["int8"])):
-        check_up(memory, stream, (5, 8, 3, 64, 520), "float16", "linear", made=made)
-    check_down(memory, stream, (5, 8, 1, 64, 520), "float16")

@@ -23,7 +23,9 @@ from trt_kvcache.errors import EngineError, KVCacheError
 from trt_kvcache.generation.draft_sampler import DraftSampler
 from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.kernels.sampling_rows import BAD_LOGITS, NO_ERROR, ROW_RESULT
+from trt_kvcache.session.draft_plan import DraftPlan
 from trt_kvcache.session.drafts_ahead import AheadPlan, ChosenTokens
+from trt_kvcache.session.head_drafter import HeadDrafter
 from trt_kvcache.session.model_drafter import EnqueuedDrafts, ModelDrafter
 from trt_kvcache.session.verify_steps import VerifySteps
 
@@ -37,8 +39,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, st
     """A model of each kind, and a draft that is right. Weights of a ring, whose next token follows from the last one."""
     folder = tmp_path_factory.mktemp("models")
     model = write_model(folder / "model")
-    ring = eagle3.write_ring_model(folder / "ring")
+    ring, unlike = eagle3.write_ring_model(folder / "ring"), eagle3.write_model(folder / "unlike")
     return {
+        "another model": (model, write_model(folder / "small", seed=8)),
+        "another head": (unlike, eagle3.write_head(folder / "unlike_head", unlike, tokens=range(61))),
         "model": (model, model),
         "eagle3": (ring, eagle3.write_ring_head(folder / "head", ring)),
     }
@@ -95,6 +99,14 @@ class Scene:
             lengths = [slot.length for slot in runner.slots]
             assert list(runner.cache.host_kv_cache_lengths) == lengths
             assert runner.cache.kv_cache_lengths.numpy().tolist() == lengths
+
+    def check_drafter(self) -> None:
+        """The drafter has the tokens of each request, none of which goes on from what its slot held."""
+        for request, (place, known) in self.drafter._places.items():
+            held = self.drafter._batch[place]
+            first = self.drafter._firsts[request] + 1 if isinstance(self.drafter, HeadDrafter) else 0
+            known = min(known, held.length)
+            assert held.row[:known] == [*request.prompt, *request.tokens][first : first + known]
 
     def close(self) -> None:
         self.session.close()
@@ -191,6 +203,35 @@ def test_any_number_of_accepted_tokens(opens: Any, monkeypatch: pytest.MonkeyPat
     scene.check()
 
 
+@pytest.mark.parametrize(("kind", "temperature"), [("another model", 3.0), ("another head", 30.0)])
+def test_drafts_are_those_without_a_step_ahead(opens: Any, monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    """The drafter has read the same tokens and states. Both models are close to uniform here, so some drafts are accepted in part."""
+    monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
+    prompts, asked = [[5, 6, 7], [8], [9, 10, 11, 12]], params(30, 30, 30, temperature=temperature)
+    found: list[list[list[int]]] = []
+    read = DraftPlan.read
+    for is_ahead in (True, False):
+        scene = opens()
+        if not is_ahead:
+            monkeypatch.setattr(scene.session._decode_steps._verify_steps, "_next_drafts", lambda *arguments: None)
+        drafts: list[list[int]] = []
+
+        def noted(plan: DraftPlan, drafts: list[list[int]] = drafts) -> DraftPlan:
+            known = read(plan)
+            drafts.extend([*draft.tokens] for draft in known.drafts)
+            return known
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DraftPlan, "read", noted)
+            by_prompt(scene.session.generate(prompts, asked))
+        assert (scene.calls["run_ahead"] > 4) == is_ahead
+        assert 0.1 < scene.session.statistics.acceptance_rate < 0.9
+        found.append(drafts)
+    assert len(found[0]) == len(found[1])
+    # The last drafts of a request are shorter where the host knows how many tokens it still needs.
+    assert all(one[: len(other)] == other[: len(one)] for one, other in zip(*found, strict=True))
+
+
 def test_lengths_that_change_take_effect_one_step_later(opens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = opens(max_batch_size=1)
     [prompt] = ring_prompts(1)
@@ -245,12 +286,17 @@ def test_a_request_that_has_ended_is_left_out_of_the_next_step_ahead(opens: Any,
     asked = params(30, 30, 30, temperature=1.2)
     asked[slot] = SamplingParams(max_new_tokens=30, ignore_eos=True, seed=slot, temperature=1.2, stop_token_ids=[token])
     running: list[int] = []
-    follow = scene.session._decode_steps._verify_steps._follow
-    monkeypatch.setattr(
-        scene.session._decode_steps._verify_steps,
-        "_follow",
-        lambda verification, planned: (running.append(len(planned.limits)), follow(verification, planned))[1],
-    )
+    steps = scene.session._decode_steps._verify_steps
+    follow = steps._follow
+
+    def noted(verification: Any, planned: Any) -> Any:
+        assert steps._rows is not None
+        on_device = steps._rows.slots(3).asked.numpy()
+        assert {int(one) for one in np.flatnonzero(on_device >= 0)} == set(planned.limits), "the device goes on with those of the host"
+        running.append(len(planned.limits))
+        return follow(verification, planned)
+
+    monkeypatch.setattr(steps, "_follow", noted)
     assert by_prompt(scene.session.generate(prompts, asked)) == scene.expected(prompts, asked)
     assert scene.dropped == 0
     assert running[0] == 3
@@ -291,6 +337,8 @@ def test_a_queue(opens: Any, monkeypatch: pytest.MonkeyPatch, right: float) -> N
     handles = [session.submit(prompt, one) for prompt, one in zip(prompts[:2], asked, strict=False)]
     for _ in range(3):
         session.step()
+        scene.check()
+        scene.check_drafter()
         scene.poison()
     assert scene.calls["_follow"] > 0
     handles.append(session.submit(prompts[2], asked[2]))
@@ -370,6 +418,33 @@ def test_an_enqueue_that_fails(opens: Any, monkeypatch: pytest.MonkeyPatch, engi
     drain(session)
     assert [list(handle.tokens) for handle in handles] == [tokens for tokens, _, _ in expected]
     scene.check()
+
+
+def test_an_error_of_a_step_ahead_waits_for_its_turn(opens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of the step before it are not lost, and the drafter has not run them."""
+    scene = opens()
+    session = scene.session
+    prompts, asked = ring_prompts(2), params(30, 30)
+    expected = scene.expected(prompts, asked)
+    handles = [session.submit(prompt, one) for prompt, one in zip(prompts, asked, strict=True)]
+    session.step()
+
+    def fail(*arguments: Any) -> None:
+        raise EngineError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.drafter, "run_ahead", fail)
+        session.step()
+        assert [len(handle.tokens) for handle in handles] == [5, 5], "a token of the prompt, and four of the step"
+        scene.check_drafter()
+        with pytest.raises(EngineError, match="no memory"):
+            session.step()
+    assert [len(handle.tokens) for handle in handles] == [5, 5]
+    scene.check()
+    scene.check_drafter()
+    drain(session)
+    assert [list(handle.tokens) for handle in handles] == [tokens for tokens, _, _ in expected]
+    assert session.statistics.acceptance_rate == 1
 
 
 def test_logits_of_a_step_ahead_that_are_not_finite(opens: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from trt_kvcache.generation.request import Request
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS
 from trt_kvcache.session.batch import Batch, Logits
-from trt_kvcache.session.chunks import Chunk
+from trt_kvcache.session.chunks import Chunk, from_first_slot
 from trt_kvcache.session.draft_steps import Drafted
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.step_plan import LogitsWanted, StepPlan
@@ -94,9 +94,7 @@ class DraftTreeSteps:
             [chunk, *more] = self._runner.chunks(lengths, plan)
         except LayoutError:  # a slot is full
             return None
-        if more or max(lengths[: chunk.end]) + chunk.width > self._batch.max_sequence_length:
-            return None
-        return Chunk(0, (0,) * chunk.first + chunk.takes, chunk.width)
+        return None if more else from_first_slot(chunk, lengths, self._batch.max_sequence_length)
 
     def _run_on_device(self, drafted: Mapping[int, Drafted], enqueues: _Enqueues) -> dict[int, DraftTree]:
         runner, stream, (plan, first, width, levels) = self._runner, self._runner.stream, enqueues

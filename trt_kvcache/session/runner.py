@@ -255,7 +255,7 @@ class Runner:
     def _before_enqueue(self, chunk: Chunk, parents: Rows | None = None, *, is_written: bool = False) -> None:
         self.uncommitted = None
         if self._held.states is _States.ONE_STEP_FURTHER:
-            self.overwrite_states()  # the engine writes into the buffer that still has them
+            self.overwrite_states()  # the engine writes its states into the buffer of the current slots
         if self._slot_adapters is not None:
             self._slot_adapters.write(self._adapters[chunk.first : chunk.end], stream=self.stream)
         if self._ancestors is not None and not is_written and (parents is not None or self._ancestors.in_use):

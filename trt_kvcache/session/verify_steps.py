@@ -105,8 +105,7 @@ class VerifySteps:
         rows = [(*row, *drafts.drafts[slot].tokens) if row else () for slot, row in enumerate(plan.rows)]
         # A request that has ended goes on on the device, where nothing limits it: the next step begins with what the host knows.
         is_same = all(bool(row) == bool(len(draft)) for row, draft in zip(plan.rows, drafts.drafts, strict=True))
-        kept = [draft if row else _NONE for draft, row in zip(drafts.drafts, plan.rows, strict=True)]
-        drafts = DraftPlan(StepPlan.of(rows, LogitsWanted.ALL), drafts.chunk, kept, drafts.in_flight)
+        drafts = drafts._replace(plan=StepPlan.of(rows, LogitsWanted.ALL))
         verification = Verification(drafts, self._ahead.sampled, self._ahead.cursors)
         return self._read(verification, slots, requests, started, ahead=ahead and is_same)
 
@@ -285,9 +284,6 @@ class VerifySteps:
         for owner in (self._sampler, self._rows):
             if owner is not None:
                 owner.close()
-
-
-_NONE = DraftTree((), ())
 
 
 def _tokens(choices: Sequence[Choice]) -> list[int]:

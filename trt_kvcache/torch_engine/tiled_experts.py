@@ -32,7 +32,7 @@ _MOST_PAIRS = 32
 class TiledExperts:
     """Products of many rows, sorted by expert on the device, so the host does not wait. ``others`` have what the kernels do not take.
 
-    They also have products in 16 bits of so many rows that ``grouped_mm`` is faster.
+    ``others`` also multiply many rows in 16 bits, for which ``grouped_mm`` is faster.
     """
 
     def __init__(self, others: ExpertProducts, elementwise: Elementwise, views: DeviceViews, stream: Any) -> None:
