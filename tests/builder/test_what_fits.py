@@ -247,7 +247,7 @@ def test_a_model_with_experts_that_plugin_layers_compute_fits_with_tensorrt(tmp_
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_an_estimate_counts_weights_and_workspace_of_experts(tmp_path: Path, quantize: str | None) -> None:
-    """The router's weight is float32; the workspace has logits, choices and weights of each token, and inner activations of 8."""
+    """The router's weight is float32; the workspace has its results, and the order by expert and the products of each pair."""
     model = write_model(tmp_path / "model", **EXPERTS)
     with Checkpoint.open(model, quantize=quantize) as checkpoint:
         names = {
@@ -261,8 +261,13 @@ def test_an_estimate_counts_weights_and_workspace_of_experts(tmp_path: Path, qua
     other_few, other_many = (
         estimate_build(dense, max_prefill_length=tokens, max_sequence_length=64).activations_nbytes for tokens in (32, 64)
     )
-    padded = [sum(-(-tokens * width * 4 // 256) * 256 for width in (5, 2, 2)) for tokens in (32, 64)]
-    assert (many - few) - (other_many - other_few) == padded[1] - padded[0]
+
+    def workspace(tokens: int) -> int:
+        pairs = 2 * tokens
+        of_pairs = (pairs * 32 * 2, pairs * 4, (pairs // 64 + 5) * 16, pairs * 64 * 2)  # inner, order, row tiles, products
+        return sum(-(-size // 256) * 256 for size in (tokens * 5 * 4, tokens * 2 * 4, tokens * 2 * 4, *of_pairs))
+
+    assert (many - few) - (other_many - other_few) == workspace(64) - workspace(32)
 
 
 def test_weights_of_experts_are_counted_in_their_dtypes() -> None:

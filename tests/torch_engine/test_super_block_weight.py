@@ -126,7 +126,8 @@ def test_variants_that_are_compiled_ahead(kind, dtype):
     weight = packed(kind, stored(kind), dtype)
     of_all = [f"linear_super_blocks-{dtype}-8-{weight.kind}"]
     assert [*packed_variants(weight, dtype, of_expert=False)] == of_all
-    assert [*packed_variants(weight, dtype, of_expert=True)] == [f"linear_super_block_experts-{dtype}-8-{weight.kind}", *of_all]
+    of_experts = [f"linear_super_block_{name}-{dtype}-{rows}-{weight.kind}" for name, rows in (("experts", 8), ("expert_tiles", 64))]
+    assert [*packed_variants(weight, dtype, of_expert=True)] == [*of_experts, *of_all]
     assert {*packed_variants(weight, dtype, of_expert=True)} <= {*source_names()}
 
 

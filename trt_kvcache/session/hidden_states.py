@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,16 @@ class HiddenStates:
         self._places = list(range(cache.max_batch_size))
         shape, dtype, slots = (cache.max_batch_size * self._positions, width), rows.table.dtype, (cache.max_batch_size,)
         stream = rows.memory.create_stream()
-        self._allocation = rows.memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream)
-        self._of_places = rows.memory.allocate(dense_nbytes(slots, "int32"), zeroed=True, stream=stream)
-        rows.memory.synchronize(stream)
+        with ExitStack() as undo:
+            self._allocation = rows.memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream)
+            undo.callback(self._allocation.close)
+            self._of_places = rows.memory.allocate(dense_nbytes(slots, "int32"), zeroed=True, stream=stream)
+            undo.callback(self._of_places.close)
+            self._staging = [rows.memory.staging(slots, "int32") for _ in range(2)]
+            rows.memory.synchronize(stream)
+            undo.pop_all()
         self._table = DeviceTensor(self._allocation, shape=shape, dtype=dtype)
         self._places_on_device = DeviceTensor(self._of_places, shape=slots, dtype="int32")
-        self._staging = [rows.memory.staging(slots, "int32") for _ in range(2)]
         self._uploaded: list[int] = []
 
     @classmethod
