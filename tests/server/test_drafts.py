@@ -48,7 +48,12 @@ def test_answers_of_several_clients() -> None:
 )
 def test_a_grammar_goes_on_after_each_accepted_token(grammar: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    monkeypatch.setattr(decode_steps, "plan_drafts", lambda *arguments: plans.append(plan_drafts(*arguments)) or plans[-1])
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        plans.append(plan_drafts(*arguments, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(decode_steps, "plan_drafts", noted)
 
     async def main(**options: Any) -> Any:
         async with running(2, **options) as engine:
