@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from attention import Gpu, _copy_bandwidth
 from environment import describe_environment, to_table, write_result
@@ -27,10 +28,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 from trt_kvcache.kernels.expert_kernels import expert_down_kernel, expert_up_kernel  # noqa: E402
-from trt_kvcache.kernels.linear_tiles import EXPONENTS, PACKED_BITS  # noqa: E402
+from trt_kvcache.kernels.linear_tiles import EXPONENTS, NVFP4_SCALES, PACKED_BITS  # noqa: E402
 from trt_kvcache.kernels.packed_layout import (  # noqa: E402
     FRAGMENT_INPUTS,
     FRAGMENT_NBYTES,
+    NVFP4_GROUPS,
     ONE_GROUP,
     count_groups,
     count_tiles,
@@ -104,6 +106,7 @@ CASES = (
     *((GPT_OSS, Format("MXFP4", "e2m1", EXPONENTS)), (QWEN, PLAIN), (QWEN, INT4), (QWEN, INT8), (QWEN, ZERO_POINTS)),
     *((QWEN, Q4_K), (QWEN, Q5_K), (QWEN, Q6_K)),
     *((MIXTRAL, PLAIN), (MIXTRAL, INT4), (MIXTRAL, Q4_K), (GPT_OSS, PLAIN), (NEMOTRON, PLAIN), (NEMOTRON, INT8)),
+    (NEMOTRON, Format("NVFP4", "e2m1", NVFP4_SCALES, group_shift=NVFP4_GROUPS)),
 )
 #: Of these, the ones that ``--quick`` takes.
 _QUICK = 3
@@ -136,7 +139,10 @@ class Layers:
             return PackedStack(self._super_blocks(experts * outputs, inputs), experts)
         shape = (experts * count_tiles(outputs), count_groups(inputs, stored.group_shift), 8, 2)
         values = _bytes(0, 256, shape[0], -(-inputs // FRAGMENT_INPUTS) * FRAGMENT_NBYTES[stored.kind])
-        if stored.kind == "e2m1":
+        factor: tuple[float, float] | None = None
+        if stored.scales == NVFP4_SCALES:
+            scales, factor = (_normal(*shape).abs() * 20).to(torch.float8_e4m3fn), (float(np.float32(inputs**-0.5 / 64)), 0.0)
+        elif stored.kind == "e2m1":
             middle = 124 - int(math.log2(inputs) / 2)
             scales = _bytes(middle - 1, middle + 2, *shape)
         else:
@@ -151,8 +157,9 @@ class Layers:
             values=values,
             scales=scales,
             zero_points=_bytes(0, 16, *shape) if stored.zero_points else None,
+            factor=factor,
         )
-        return PackedStack(whole, experts)
+        return PackedStack(whole if factor is None else whole.with_factor_of_each_tile(), experts)
 
     def _super_blocks(self, outputs: int, inputs: int) -> SuperBlockWeight:
         """Return a matrix of whole tiles, with products of about the size of its inputs."""

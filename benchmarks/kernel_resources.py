@@ -32,6 +32,7 @@ VARIANTS = (
         "embedding",
     ),
     *("linear_experts-bfloat16-8", "linear_packed_experts-bfloat16-8-e2m1-uint8", "router"),
+    *("linear_packed_experts-bfloat16-8-e2m1-float8_e4m3fn", "linear_packed_expert_tiles-bfloat16-64-e2m1-float8_e4m3fn"),
     *("linear_expert_tiles-bfloat16-64", "linear_packed_expert_tiles-bfloat16-64-e2m1-uint8", "expert_order"),
     *(f"linear_packed-bfloat16-{rows}-{stored}" for rows in (8, 16) for stored in ("int4-float16", "int8-bfloat16", "e4m3-float32")),
     *(f"linear_packed-bfloat16-{rows}-e2m1-float8_e4m3fn" for rows in (8, 16)),

@@ -10,7 +10,8 @@
 // ParamsOf: LinearParams, with `weight`.
 template <class ParamsOf, int kTileCount, bool kHasGate, bool kHasZeroPoints>
 class PackedExperts {
-    static constexpr int kFragmentLoads = kTileCount * kVectors, kMaxDepth = 4;
+    // There are no registers for more, and for 4 none if fragments have factors.
+    static constexpr int kFragmentLoads = kTileCount * kVectors, kMaxDepth = kIsNvfp4 && kTileCount > 1 ? 3 : 4;
 
 public:
     using Params = ParamsOf;
@@ -31,15 +32,21 @@ public:
 
     __device__ __forceinline__ void begin(int expert, int tile) {
 #pragma unroll
-        for (int x = 0; x < kTiles; x++) starts_[x] = params_.weight.start(weight_tile(expert, tile, x));
+        for (int x = 0; x < kTiles; x++) {
+            const int at = weight_tile(expert, tile, x);
+            starts_[x] = params_.weight.start(at);
+            factors_[x] = params_.weight.factor_of(at);
+        }
     }
 
     // `input`: the first one of the lane. Behind the last input, finite weights, for which Float8 needs zeros.
     __device__ __forceinline__ void load(Fragment& fragment, int input) const {
 #pragma unroll
-        for (int x = 0; x < kTiles; x++)
+        for (int x = 0; x < kTiles; x++) {
             params_.weight.template load<kIsSame<Stored, Float8>>(fragment.tiles[x], starts_[x],
                                                                   input / kFragmentInputs, 0, policy_);
+            fragment.tiles[x].factor = factors_[x];
+        }
     }
 
     // A line of a fragment for each lane.
@@ -62,4 +69,5 @@ private:
     const Params& params_;
     const L2Policy policy_;
     PackedMatrix::Start starts_[kTiles];
+    MatrixFactor<Scale> factors_[kTiles];
 };

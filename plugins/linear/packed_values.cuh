@@ -24,8 +24,9 @@
 //                               rounds them, as the checkpoint reader does; so does Float8 for BFloat16
 //
 // NVFP4 is E2m1 with scales in Float8 of 16 inputs, which a factor of the matrix multiplies in float32: the sum of two
-// floats, since some formats divide. A lane has inputs of one group in each half. For BFloat16 the scale is the sum of two
-// elements, as above, but with 16 of its 24 bits: the host chooses a factor for which these give the same weights.
+// floats, since some formats divide. Each expert has its own factor, which is stored for each tile. A lane has inputs of
+// one group in each half. For BFloat16 the scale is the sum of two elements, as above, but with 16 of its 24 bits: the
+// host chooses a factor for which these give the same weights.
 #pragma once
 
 #include "attention/stored_kv.cuh"
@@ -304,7 +305,8 @@ struct PackedMatrix {
     int fragments;            // of 64 inputs, of an output
     int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
     int scale_pairs;          // of a group of 16 outputs: 8, or with Float8 also 1 that all of them share
-    // With NVFP4, whose groups are quarters of a fragment, the last two are the bits of the factor.
+    // NVFP4, whose groups are quarters of a fragment: the last two are the bits of the factor of a single matrix;
+    // zero_points are the factors of the tiles of experts.
 
     // Of 16 outputs, the part of a lane: of the first fragment, and the scales of row g of the first two groups, or twice
     // of the first one if fragments are not divided. And row g of the first group.
@@ -316,6 +318,10 @@ struct PackedMatrix {
 
     __device__ __forceinline__ const unsigned char* fragments_of(int tile) const {
         return values + static_cast<long long>(tile * fragments) * kFragmentBytes;
+    }
+    __device__ __forceinline__ MatrixFactor<Scale> factor_of(int tile) const {
+        if constexpr (kIsNvfp4) return reinterpret_cast<const MatrixFactor<Scale>*>(zero_points)[tile];
+        return {};
     }
     __device__ __forceinline__ Start start(int tile) const {
         const int lane = threadIdx.x % 32,

@@ -6,7 +6,6 @@ import json
 import math
 import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.helpers.gguf_experts import write_gguf_experts
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import write_model
 from tests.helpers.mtp import write_mtp_model
-from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_gptq, write_nvfp4, write_quantized
+from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_gptq, write_quantized
 from tests.paths import GOLDEN
 from trt_kvcache import KVCacheConfig, estimate_build, what_fits
 from trt_kvcache.builder.options import BuildOptions
@@ -292,17 +291,9 @@ EXPERTS: dict[str, Any] = {
 EXPERT_SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 64}
 
 
-WRITERS = {
-    "gptq": partial(write_gptq, group_size=32, one_order=True),
-    "modelopt": partial(write_nvfp4, one_factor=True),
-    "compressed-tensors": partial(write_nvfp4, one_factor=True, inverse=True),
-}
-
-
-@pytest.mark.parametrize("format_", WRITERS)
-def test_experts_that_pytorch_does_not_keep_packed_have_16_bits(tmp_path: Path, format_: str) -> None:
-    """Other matrices of these formats are packed."""
-    with Checkpoint.open(WRITERS[format_](tmp_path / "model", name="qwen3_moe", **EXPERT_SIZES)) as checkpoint:
+def test_experts_with_act_order_have_16_bits(tmp_path: Path) -> None:
+    """Other matrices are packed."""
+    with Checkpoint.open(write_gptq(tmp_path / "model", group_size=32, one_order=True, name="qwen3_moe", **EXPERT_SIZES)) as checkpoint:
         packed, names = TorchMemory.of(checkpoint).packed, set(checkpoint.quantized_names)
     experts = {name for name in names if ".experts." in name}
     assert experts

@@ -15,7 +15,8 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.expert_kernels import GATED_EPILOGUES, MAX_EXPERT_PAIRS, MAX_EXPERT_ROWS, PLAIN_EPILOGUES
 from trt_kvcache.kernels.linear_tiles import expert_plan
-from trt_kvcache.kernels.packed_layout import MIDDLES, ONE_GROUP, count_groups, count_tiles
+from trt_kvcache.kernels.nvfp4_scales import in_kernels, nvfp4_scales
+from trt_kvcache.kernels.packed_layout import MIDDLES, NVFP4_GROUPS, ONE_GROUP, count_groups, count_tiles, groups_of
 from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel
 from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -29,6 +30,7 @@ FORMATS = {
     "int8, zero points": ("int8", "float32", 1, True),
     "fp8": ("e4m3", "float16", ONE_GROUP, False),
     "fp8, blocks": ("e4m3", "float32", 2, False),
+    "nvfp4": ("e2m1", "float8_e4m3fn", NVFP4_GROUPS, False),
 }
 
 every_format = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
@@ -58,7 +60,17 @@ class PackedProblem(Problem):
         else:
             self.values = self.random.integers(low, high, self.weight.shape).astype(integer)
         of_groups = (experts, outputs, groups)
-        if self.kind == "e2m1":
+        self.factors = None
+        if scale_dtype == "float8_e4m3fn":
+            tiles = (experts, count_tiles(outputs))
+            high = self.random.uniform(0.002, 0.02, tiles) / inputs**0.5
+            self.factors = np.stack([high, high * self.random.uniform(-1, 1, tiles) * 2**-25], axis=2)
+            self.factors = self.factors.astype(np.float32)
+            self.scales = self.random.choice(FLOAT8[np.abs(FLOAT8.astype(np.float32)) < 60], of_groups)
+            of_rows = np.repeat(self.factors, 16, axis=1)[:, :outputs]
+            real = nvfp4_scales(self.scales, (of_rows[..., :1], of_rows[..., 1:]))
+            values, nan = self.values.view(ml_dtypes.float4_e2m1fn).astype(np.float32), np.nan
+        elif self.kind == "e2m1":
             middle = 124 - int(np.log2(inputs) / 2)
             self.scales = self.random.integers(middle - 2, middle + 2, of_groups).astype(np.uint8)
             real, nan = self.scales.view(ml_dtypes.float8_e8m0fnu), 255
@@ -73,7 +85,7 @@ class PackedProblem(Problem):
             real, nan = self.scales, np.nan
             values = self.values.astype(np.float32)
         self.zeros = self.random.integers(low, high, of_groups).astype(integer) if has_zero_points else None
-        group = np.arange(inputs) // 32 >> self.shift
+        group = groups_of(inputs, self.shift)
         middles = MIDDLES[self.kind] if self.zeros is None else self.zeros.astype(np.float32)[:, :, group]
         self.weight = ((values - middles) * real.astype(np.float32)[:, :, group]).astype(numpy_dtype(dtype))
         self.nan = nan
@@ -98,7 +110,13 @@ class PackedProblem(Problem):
             values=stack([pack_values(one, self.kind) for one in self.values]),
             scales=stack([(pack_tiles if self.shares_scales else pack_rows)(one, groups) for one in self.scales], self.nan),
             zero_points=None if self.zeros is None else stack([pack_rows(one, groups) for one in self.zeros]),
+            **({} if self.factors is None else self._factors()),
         )
+
+    def _factors(self):
+        whole = self.factors.reshape(-1, 2)
+        factors, of_kernels = (self.memory.to_device(one, stream=self.stream) for one in (whole, in_kernels(whole.tolist(), self.dtype)))
+        return {"factors": factors, "kernel_factors": of_kernels}
 
 
 def made(format_):

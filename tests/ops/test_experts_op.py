@@ -14,7 +14,8 @@ from tests.helpers.assertions import assert_close, raises
 from tests.kernels.packed_arrays import FLOAT8, pack_rows, pack_tiles, pack_values
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import ConfigError, ShapeError
-from trt_kvcache.kernels.packed_layout import MIDDLES, ONE_GROUP, count_groups
+from trt_kvcache.kernels.nvfp4_scales import in_kernels
+from trt_kvcache.kernels.packed_layout import MIDDLES, NVFP4_GROUPS, ONE_GROUP, count_groups, count_tiles, groups_of
 from trt_kvcache.model import ClampedSwiGLU, MlpConfig, RoutedMlpConfig, RouterConfig
 from trt_kvcache.ops.custom_op import TensorType
 from trt_kvcache.ops.expert_attributes import ExpertAttributes, why_not_in_kernels
@@ -56,6 +57,7 @@ FORMATS = {
     "int4, zero points": PackedFormat(kind=1, group_shift=0, scales=2, zero_points=1),
     "int8": PackedFormat(kind=2, group_shift=ONE_GROUP, scales=0),
     "mxfp4": PackedFormat(kind=3, group_shift=0, scales=3),
+    "nvfp4": PackedFormat(kind=3, group_shift=NVFP4_GROUPS, scales=4),
     "fp8": PackedFormat(kind=4, group_shift=ONE_GROUP, scales=2, shared_scales=1),
 }
 
@@ -110,7 +112,13 @@ class Problem:
         integer = np.int8 if kind == "int8" else np.uint8
         values = self._random.choice(FLOAT8, shape) if kind == "e4m3" else self._random.integers(low, high, shape).astype(integer)
         scales = self._random.uniform(0.2, 2, (experts, outputs, groups)) * size / high
-        if kind == "e2m1":
+        factors = self._random.uniform(0.002, 0.01, (experts, count_tiles(outputs))) * size
+        if self.packed.has_factors:
+            stored = self._random.choice(FLOAT8[np.abs(FLOAT8.astype(np.float32)) < 60], scales.shape)
+            factors = np.stack([factors, np.zeros_like(factors)], axis=2).astype(np.float32)
+            real = stored.astype(np.float32) * np.repeat(factors[:, :, :1], 16, axis=1)[:, :outputs]
+            plain = values.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        elif kind == "e2m1":
             stored = self._random.integers(121, 125, scales.shape).astype(np.uint8)
             real = np.exp2(stored.astype(np.float32) - 127)
             plain = values.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
@@ -120,7 +128,7 @@ class Problem:
             stored = scales.astype(numpy_dtype(scales_dtype))
             real, plain = stored.astype(np.float32), values.astype(np.float32)
         zeros = self._random.integers(low, high, scales.shape).astype(integer) if self.packed.zero_points else None
-        group = np.arange(inputs) // 32 >> shift
+        group = groups_of(inputs, shift)
         middles = MIDDLES[kind] if zeros is None else zeros.astype(np.float32)[:, :, group]
         self.weights[prefix] = ((plain - middles) * real[:, :, group]).astype(self._dtype).astype(np.float32)
         pack_scales = pack_tiles if self.packed.shared_scales else pack_rows
@@ -128,8 +136,12 @@ class Problem:
             "values": [pack_values(one, kind) for one in values],
             "scales": [pack_scales(one, groups) for one in stored],
             "zero_points": [] if zeros is None else [pack_rows(one, groups) for one in zeros],
+            "factors": self._factors(factors.reshape(-1, 2)) if self.packed.has_factors else [],
         }
         self.inputs |= {f"{prefix}_{name}": np.concatenate(one).reshape(-1).view(np.int32) for name, one in parts.items() if one}
+
+    def _factors(self, exact: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        return [exact, in_kernels(exact.tolist(), self._dtype.name)]
 
     def expected(self) -> np.ndarray[Any, Any]:
         """Return the output in float32, expert by expert, with the router of the reference engine."""
@@ -269,7 +281,7 @@ def test_inputs_that_do_not_fit_are_refused(name: str, wrong: TensorType) -> Non
         ({"experts_per_token": 8}, "experts_per_token"),
         ({"num_groups": 2}, "RouterConfig.num_groups"),
         ({"up_kind": 5, "up_group_shift": 0, "up_scales": 0}, "packed weights, kind"),
-        ({"up_kind": 1, "up_group_shift": 0, "up_scales": 4}, "packed weights, scales"),
+        ({"up_kind": 1, "up_group_shift": 0, "up_scales": 5}, "packed weights, scales"),
     ],
     ids=str,
 )
@@ -286,7 +298,7 @@ def test_a_missing_attribute_is_named() -> None:
 def test_numbers_of_formats() -> None:
     """They are in plans: a kind or a dtype keeps its number."""
     assert KINDS == ("int4", "int8", "e2m1", "e4m3")
-    assert SCALE_DTYPES == ("float16", "bfloat16", "float32", "uint8")
+    assert SCALE_DTYPES == ("float16", "bfloat16", "float32", "uint8", "float8_e4m3fn")
 
 
 def with_router(**fields: int) -> RoutedMlpConfig:

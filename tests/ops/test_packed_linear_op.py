@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.assertions import assert_close, raises
 from tests.kernels.packed_arrays import pack_rows, pack_values
 from trt_kvcache.errors import ConfigError, ShapeError
-from trt_kvcache.kernels.packed_layout import count_groups
+from trt_kvcache.kernels.packed_layout import NVFP4_GROUPS, count_groups
 from trt_kvcache.ops.custom_op import TensorType
 from trt_kvcache.ops.packed_format import PackedFormat
 from trt_kvcache.ops.packed_linear_op import PackedLinearOp
@@ -20,6 +20,8 @@ from trt_kvcache.ops.registry import create_operation
 #: int4 with zero points, in groups of 32 inputs; outputs of no whole tile.
 PACKED = PackedFormat(kind=1, group_shift=0, scales=0, zero_points=1)
 OUTPUTS, INPUTS = 41, 136
+
+NVFP4 = PackedFormat(kind=3, group_shift=NVFP4_GROUPS, scales=4)
 
 
 def make_op() -> PackedLinearOp:
@@ -75,6 +77,7 @@ def test_inputs_that_do_not_fit_are_refused(wrong: dict[str, TensorType]) -> Non
         ({"outputs": 8}, "no format"),
         ({"outputs": 8, **PACKED.attributes("weight"), "more": 1}, "more"),
         ({"outputs": 8, **PACKED.attributes("weight"), "weight_kind": 9}, "packed weights, kind"),
+        ({"outputs": 8, **NVFP4.attributes("weight")}, "packed_linear: expected .* got those of NVFP4"),
     ],
     ids=str,
 )

@@ -1329,6 +1329,22 @@ MISTAKES = {
         NVFP4_TESTS,
         "Mismatched",
     ),
+    "the factor of the first tile for all": (
+        PACKED_EXPERTS,
+        "params_.weight.factor_of(at)",
+        "params_.weight.factor_of(0)",
+        "none",
+        f"{PACKED_EXPERT_TESTS}::test_products_into_experts",
+        "AssertionError",
+    ),
+    "the factor of a single matrix for experts": (
+        PACKED_EXPERTS,
+        "            fragment.tiles[x].factor = factors_[x];\n",
+        "",
+        "none",
+        f"{PACKED_EXPERT_TESTS}::test_products_out_of_experts",
+        "AssertionError",
+    ),
     "sums of the second matrix over those of the first one": (PAIRS, "    __syncthreads();", "    ;", "thread", SEVERAL_TILES, RACE),
     "tiles of the second matrix that no block has": (
         PAIRS,
@@ -1455,8 +1471,8 @@ MISTAKES = {
     ),
     "one tile of packed experts for all": (
         PACKED_EXPERTS,
-        "start(weight_tile(expert, tile, x))",
-        "start(weight_tile(expert, 0, x))",
+        "at = weight_tile(expert, tile, x)",
+        "at = weight_tile(expert, 0, x)",
         "none",
         PACKED_EXPERT_TESTS,
         "test_products_",

@@ -437,12 +437,17 @@ def test_nvfp4_of_many_rows_and_of_several_factors(memory, calls, tmp_path, monk
     assert calls["packed_linear"] % (2 * 7) == 0 < calls["packed_linear"], "q, k, v, o, gate, up and down of two layers"
 
 
-def test_experts_in_nvfp4_are_dequantized(memory, calls, tmp_path):
+@pytest.mark.parametrize("inverse", [False, True], ids=["modelopt", "compressed-tensors"])
+def test_experts_in_nvfp4_agree_with_the_reference_engine(memory, calls, tmp_path, inverse):
+    """Each matrix has a factor of its own."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 80}
-    with Checkpoint.open(write_nvfp4(tmp_path / "model", "qwen3_moe", one_factor=True, **sizes)) as checkpoint:
-        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16", is_packed=False)
+    with Checkpoint.open(write_nvfp4(tmp_path / "model", "qwen3_moe", one_factor=False, inverse=inverse, **sizes)) as checkpoint:
+        counted = sum(TorchMemory.of(checkpoint).packed.values())
+        assert 0 < counted == sum(checkpoint.nbytes_of(name) for name in checkpoint.quantized_names)
+        session, reference = packed_expert_sessions(memory, checkpoint, "bfloat16")
     with session, reference:
         check_agreement(session, reference, TOLERANCES["bfloat16"])
+    assert calls["expert_up silu_mul"] == calls["expert_down"] > 0
     assert calls["packed_linear"] > 0
 
 

@@ -27,7 +27,7 @@ from trt_kvcache.checkpoint.quantized.mxfp4 import MXFP4  # noqa: E402
 from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest  # noqa: E402
 from trt_kvcache.checkpoint.quantized.weight import Scales  # noqa: E402
 from trt_kvcache.dtypes import numpy_dtype  # noqa: E402
-from trt_kvcache.kernels.nvfp4_scales import nvfp4_scales  # noqa: E402
+from trt_kvcache.kernels.nvfp4_scales import nvfp4_factor, nvfp4_scales  # noqa: E402
 from trt_kvcache.torch_engine import packed_weight as packed_weight_module, packing  # noqa: E402
 from trt_kvcache.torch_engine.packed_stack import stack_of  # noqa: E402
 from trt_kvcache.torch_engine.packed_weight import joined  # noqa: E402
@@ -401,7 +401,7 @@ class TestNvfp4:
         every = FLOAT8[: len(FLOAT8) // 2]
         for divisor in random.uniform(2, 4000, 500).astype(np.float32).tolist():
             scales = Scales(stored=every[None], block=(1, 16), divisor=divisor)
-            factor = packing._nvfp4_factor(scales, "bfloat16")
+            factor = nvfp4_factor(scales.factor, scales.divisor, "bfloat16")
             refused += factor is None
             if factor is not None:
                 np.testing.assert_array_equal(nvfp4_scales(every, factor), scales.values()[0])
@@ -472,6 +472,16 @@ class TestStack:
         values = [weight.rows(rows).dequantized("float16") for rows in order]
         stack = stack_of([packed_weight(weight.rows(rows), "float16") for rows in order], 2)
         self.check([np.concatenate(values[:2]), np.concatenate(values[2:])], stack)
+
+    @pytest.mark.parametrize(("make", "name"), [(nvfp4, "factor"), (compressed_nvfp4, "divisor")])
+    def test_each_matrix_in_nvfp4_has_its_factor(self, make, name):
+        weight = make()
+        number = getattr(weight.scales, name)
+        changed = [with_scales(weight, **{name: float(np.float32(number * by))}) for by in (1, 0.75, 1.3, 0.55)]
+        parts = [one.rows(slice(first, first + 16)) for one, first in zip(changed, (0, 16, 32, 0), strict=True)]
+        values, packed = [one.dequantized("bfloat16") for one in parts], [packed_weight(one, "bfloat16") for one in parts]
+        self.check(values, stack_of(packed, 4))
+        self.check([np.concatenate(values[:2]), np.concatenate(values[2:])], stack_of(packed, 2))
 
     def test_scales_of_one_matrix_need_float32(self):
         both = [rounded_to_nearest(matrix() * factor, "int8", "bfloat16") for factor in (1, 1e-5)]

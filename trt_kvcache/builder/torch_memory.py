@@ -61,7 +61,7 @@ class TorchMemory:
         is_mxfp4, is_nvfp4 = _MXFP4 in title.upper(), _NVFP4 in title.upper() and _FACTORS not in title
         kinds = checkpoint.value_kinds & (_PACKED_KINDS | ({"e2m1"} if is_mxfp4 or is_nvfp4 else set()))
         names = {name for kind in kinds for name in checkpoint.names_of_kind(kind)}
-        if is_nvfp4 or _ACT_ORDER in title:
+        if _ACT_ORDER in title:
             names -= expert_tensors(checkpoint.config)
         has_rows = checkpoint.config.per_layer_embedding is not None and table_blocks(checkpoint, PER_LAYER_EMBEDDING) is not None
         matrices = _matrices(checkpoint.config)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from trt_kvcache.kernels.host_arrays import Array
+
+#: Inputs of a scale.
+NVFP4_GROUP = 16
 
 #: The kernels take FP4 for numbers that are so much smaller, and the factor for one that is so much larger.
 NVFP4_UNIT = 2.0**126
@@ -16,15 +20,39 @@ NVFP4_UNIT = 2.0**126
 NVFP4_SCALES_FROM_ZERO = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
 _FP4 = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 
+#: Limit of scales and of their factor, and the smallest factor: times the unit they are finite, and nothing is rounded to a subnormal
+#: number.
+NVFP4_LIMIT, _SMALLEST = 3.9, 2.0**-80
+
 #: Changes of a factor that are tried, in units of its last place.
 _CHANGES = sorted(range(-1024, 1025, 16), key=abs)
 
 
-def nvfp4_scales(stored: Array, factor: tuple[float, float]) -> Array:
-    """Return scales of e4m3 times a factor, in float32 as a fused multiply-add computes them."""
+def nvfp4_scales(stored: Array, factor: tuple[Any, Any]) -> Array:
+    """Return scales of e4m3 times a factor, or one of each row, in float32 as a fused multiply-add computes them."""
     scales, (high, low) = stored.astype(np.float64), factor
     rest = (stored.astype(np.float32) * np.float32(low)).astype(np.float64)
     found: Array = (scales * high + rest).astype(np.float32)  # the sum of at most 48 bits is exact
+    return found
+
+
+def nvfp4_factor(factor: float, divisor: float, dtype: str) -> tuple[float, float] | None:
+    """Return the factor of scales that a checkpoint divides and multiplies in float32; None if the kernels would compute other weights.
+
+    A divisor becomes the sum of two float32 that is its inverse to 48 bits.
+    """
+    inverse = 1.0 / divisor
+    high = float(np.float32(inverse))
+    found = float(np.float32(high * factor)), float(np.float32((inverse - high) * factor))
+    if not _SMALLEST < found[0] < NVFP4_LIMIT or nvfp4_kernel_factor(found, dtype) is None:
+        return None
+    expected = NVFP4_SCALES_FROM_ZERO.astype(np.float32) / np.float32(divisor) * np.float32(factor)
+    return found if np.array_equal(nvfp4_scales(NVFP4_SCALES_FROM_ZERO, found), expected) else None
+
+
+def in_kernels(factors: Any, dtype: str) -> Array:
+    """Return factors ``[n, 2]`` as the kernels take them."""
+    found: Array = np.array([nvfp4_kernel_factor((high, low), dtype) for high, low in factors], np.float32) * np.float32(NVFP4_UNIT)
     return found
 
 

@@ -12,7 +12,7 @@ from trt_kvcache.kernels.host_arrays import Array, array_of
 from trt_kvcache.kernels.launch import address
 from trt_kvcache.kernels.linear_tiles import TILE_ROWS, TILED_ROWS
 from trt_kvcache.kernels.nvfp4_scales import NVFP4_UNIT, nvfp4_scales
-from trt_kvcache.kernels.packed_layout import MIDDLES, count_tiles, groups_of, unpack_rows, unpack_values
+from trt_kvcache.kernels.packed_layout import FRAGMENT_OUTPUTS, MIDDLES, count_tiles, groups_of, unpack_rows, unpack_values
 from trt_kvcache.kernels.source_variants import (
     PACKED_EXPERT_SOURCE,
     PACKED_EXPERT_TILE_SOURCE,
@@ -82,6 +82,8 @@ class PackedTensors:
     zero_points: DeviceTensor | None  # uint8 or int8 [tiles, groups, 8, 2]
     factor: tuple[float, float] | None = None  # of all scales of NVFP4: see nvfp4_scales()
     kernel_factor: tuple[float, float] | None = None  # the one that the kernels take for it: see nvfp4_kernel_factor()
+    factors: DeviceTensor | None = None  # of experts, instead of both: float32 [tiles, 2]
+    kernel_factors: DeviceTensor | None = None  # times NVFP4_UNIT
 
     @property
     def prefix(self) -> str:
@@ -91,7 +93,7 @@ class PackedTensors:
     @property
     def pointers(self) -> tuple[int, ...]:
         """See :class:`PackedMatrix`."""
-        return self.values.ptr, self.scales.ptr, address(self.zero_points)
+        return self.values.ptr, self.scales.ptr, address(self.zero_points if self.kernel_factors is None else self.kernel_factors)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -123,6 +125,9 @@ class PackedTensors:
         stored = unpack_rows(array_of(self.scales)[tiles], self.outputs)
         if self.factor is not None:
             stored = nvfp4_scales(stored, self.factor)
+        elif self.factors is not None:
+            high, low = np.repeat(array_of(self.factors)[tiles], FRAGMENT_OUTPUTS, axis=0)[: self.outputs].T[:, :, None]
+            stored = nvfp4_scales(stored, (high, low))
         scales = (stored.view(ml_dtypes.float8_e8m0fnu) if stored.dtype == np.uint8 else stored).astype(np.float32)[:, group]
         with np.errstate(over="ignore"):
             found: Array = ((values - zero_points) * scales).astype(dtype)

@@ -93,9 +93,8 @@ def variant_names(source: str) -> list[str]:
         return [variant_name(source, dtype, TILED_ROWS) for dtype in ELEMENT_TYPES]
     if source in (PACKED_LINEAR_SOURCE, PACKED_EXPERT_SOURCE, PACKED_EXPERT_TILE_SOURCE):
         formats = [(dtype, kind, scale) for dtype in SCALE_DTYPES for kind in PACKED_TYPES for scale in scale_dtypes(dtype, kind)]
-        counts: tuple[int, ...] = (TILED_ROWS if source == PACKED_EXPERT_TILE_SOURCE else TILE_ROWS,)
-        if source == PACKED_LINEAR_SOURCE:  # the only one that knows NVFP4
-            formats, counts = [*formats, *((dtype, "e2m1", NVFP4_SCALES) for dtype in SCALE_DTYPES)], ROW_COUNTS
+        of_experts = (TILED_ROWS,) if source == PACKED_EXPERT_TILE_SOURCE else (TILE_ROWS,)
+        counts = ROW_COUNTS if source == PACKED_LINEAR_SOURCE else of_experts
         return [packed_variant_name(source, dtype, rows, kind, scale) for dtype, kind, scale in formats for rows in counts]
     if source in (SUPER_BLOCK_SOURCE, SUPER_BLOCK_EXPERT_SOURCE, SUPER_BLOCK_EXPERT_TILE_SOURCE):
         of_experts = (TILE_ROWS,) if source == SUPER_BLOCK_EXPERT_SOURCE else (TILED_ROWS,)
@@ -122,7 +121,7 @@ def tree_variant(name: str) -> str:
 
 def scale_dtypes(dtype: str, kind: str) -> tuple[str, ...]:
     """Return the dtypes of scales of a kind of packed weights for a dtype of activations."""
-    return (EXPONENTS,) if kind == "e2m1" else SCALE_DTYPES[dtype]
+    return (EXPONENTS, NVFP4_SCALES) if kind == "e2m1" else SCALE_DTYPES[dtype]
 
 
 def packed_variant_name(source: str, dtype: str, rows: int, kind: str, scale_dtype: str) -> str:

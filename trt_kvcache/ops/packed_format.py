@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.kernels.linear_tiles import EXPONENTS, PACKED_BITS
+from trt_kvcache.kernels.linear_tiles import EXPONENTS, NVFP4_SCALES, PACKED_BITS
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_NBYTES, FRAGMENT_OUTPUTS, MIDDLES, count_groups, count_tiles
 from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -18,7 +18,7 @@ from trt_kvcache.ops.custom_op import TensorType
 
 #: Kinds of values and dtypes of scales. Attributes are numbers: indices of these, from 1 on for kinds, so that 0 means 16-bit weights.
 KINDS = tuple(MIDDLES)
-SCALE_DTYPES = ("float16", "bfloat16", "float32", EXPONENTS)
+SCALE_DTYPES = ("float16", "bfloat16", "float32", EXPONENTS, NVFP4_SCALES)
 
 _INT32_NBYTES = 4
 
@@ -59,8 +59,13 @@ class PackedFormat:
         """The dtype of the scales."""
         return SCALE_DTYPES[self.scales]
 
+    @property
+    def has_factors(self) -> bool:
+        """True of NVFP4: each tile has a factor."""
+        return self.scales_dtype == NVFP4_SCALES
+
     def input_types(self, matrices: int, outputs: int, inputs: int) -> dict[str, TensorType]:
-        """Return the inputs for ``matrices`` matrices ``[outputs, inputs]``: values, scales and zero points, by these names."""
+        """Return the inputs for ``matrices`` matrices ``[outputs, inputs]``: by name: values, scales, then zero points or factors."""
         return {
             name: TensorType((dense_nbytes(one.shape, one.dtype) // _INT32_NBYTES,), "int32")
             for name, one in self._types(matrices, outputs, inputs).items()
@@ -76,7 +81,8 @@ class PackedFormat:
             "scales": TensorType((tiles, groups, 1 if self.shared_scales else rows, 2), self.scales_dtype),
         }
         zero_points = TensorType((tiles, groups, rows, 2), "uint8" if PACKED_BITS[self.kind_name] < 8 else "int8")
-        return types | ({"zero_points": zero_points} if self.zero_points else {})
+        types |= {"zero_points": zero_points} if self.zero_points else {}
+        return types | ({"factors": TensorType((2 * tiles, 2), "float32")} if self.has_factors else {})
 
     def tensors(self, stored: Sequence[DeviceTensor], matrices: int, outputs: int, inputs: int) -> PackedTensors:
         """Return the matrices over the bytes of an operation's inputs, in the order of :meth:`input_types`."""
@@ -85,6 +91,7 @@ class PackedFormat:
             name: DeviceTensor(bytes_.allocation, shape=one.shape, dtype=one.dtype, offset=bytes_.offset)
             for (name, one), bytes_ in zip(types.items(), stored, strict=True)
         }
+        tiles, factors = len(views["values"]), views.get("factors")
         return PackedTensors(
             kind=self.kind_name,
             outputs=outputs,
@@ -93,4 +100,6 @@ class PackedFormat:
             values=views["values"],
             scales=views["scales"],
             zero_points=views.get("zero_points"),
+            factors=None if factors is None else factors[:tiles],
+            kernel_factors=None if factors is None else factors[tiles:],
         )

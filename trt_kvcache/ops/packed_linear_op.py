@@ -38,6 +38,8 @@ class PackedLinearOp:
             raise ConfigError(
                 f"packed_linear: expected outputs and the format of a packed weight, got {', '.join(attributes) or 'no format'}."
             )
+        if packed.has_factors:
+            raise ConfigError("packed_linear: expected scales without a factor, got those of NVFP4, which only experts have.")
         self._packed = packed
         self.attributes: dict[str, int | float] = {"outputs": outputs, **packed.attributes(WEIGHT)}
 

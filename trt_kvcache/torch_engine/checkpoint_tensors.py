@@ -12,9 +12,7 @@ from trt_kvcache.checkpoint.decoder_weights import RoundedTensors
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.checkpoint.quantized.table_blocks import table_blocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
-from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.compile import compile_ahead
-from trt_kvcache.kernels.linear_tiles import NVFP4_SCALES
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model.weight_parts import expert_tensors
 from trt_kvcache.torch_engine.kernel_variants import packed_variants
@@ -111,7 +109,7 @@ class CheckpointTensors:
         if weight is None:
             return None
         if isinstance(weight, QuantizedWeight):
-            if name in self._experts and not _is_known_to_experts(weight):
+            if name in self._experts and weight.group_index is not None:  # act-order: each expert would have an order of its own
                 return None
             return packed_weight([weight.rows(some) for some in rows], self._dtype, self._upload, self._memory)
         return SuperBlockWeight.of(weight.of_rows(rows), self._dtype, self._upload, self._memory)
@@ -127,10 +125,3 @@ class CheckpointTensors:
             quantized = self._checkpoint.quantized_weight(name)
             self._last = name, self._checkpoint.super_blocks(name) if quantized is None else quantized
         return self._last[1]
-
-
-def _is_known_to_experts(weight: QuantizedWeight) -> bool:
-    """Return True if the kernels of experts may know the format: they know neither act-order nor NVFP4."""
-    return weight.group_index is None and not (
-        weight.quantized_values.kind == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES)
-    )

@@ -49,7 +49,7 @@ class PackedStack:
 
 def stack_of(parts: Sequence[PackedMatrix], count: int) -> PackedStack | None:
     """Return ``count`` matrices of as many parts each, one after another, or None if they are of several formats or no whole tiles."""
-    whole = joined_matrices(_with_scales_of_one_dtype(parts))
+    whole = joined_matrices(_with_own_factors(_with_scales_of_one_dtype(parts)))
     return None if whole is None else PackedStack(whole, count)
 
 
@@ -58,6 +58,11 @@ def _with_scales_of_one_dtype(parts: Sequence[PackedMatrix]) -> Sequence[PackedM
     if len({part.scales.dtype for part in parts if isinstance(part, PackedWeight)}) < 2:
         return parts
     return [replace(part, scales=part.scales.float()) if isinstance(part, PackedWeight) else part for part in parts]
+
+
+def _with_own_factors(parts: Sequence[PackedMatrix]) -> Sequence[PackedMatrix]:
+    """Return matrices of which those in NVFP4 keep their factors when they are joined."""
+    return [part.with_factor_of_each_tile() if isinstance(part, PackedWeight) and part.factor is not None else part for part in parts]
 
 
 #: Matrices ``[count, outputs, inputs]``.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
-from trt_kvcache.kernels.nvfp4_scales import nvfp4_kernel_factor
+from trt_kvcache.kernels.nvfp4_scales import in_kernels, nvfp4_kernel_factor
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_NBYTES, FRAGMENT_OUTPUTS, MIDDLES, groups_of
 from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.base import Memory
@@ -35,6 +36,8 @@ class PackedWeight(PackedMatrix):
     zero_points: torch.Tensor | None
     order: torch.Tensor | None = None
     factor: tuple[float, float] | None = None
+    factors: torch.Tensor | None = None
+    kernel_factors: torch.Tensor | None = None
 
     @cached_property
     def tensors(self) -> PackedTensors:
@@ -49,18 +52,22 @@ class PackedWeight(PackedMatrix):
             zero_points=None if self.zero_points is None else device_view(self.zero_points, self.memory),
             factor=self.factor,
             kernel_factor=None if self.factor is None else nvfp4_kernel_factor(self.factor, str(self.dtype).removeprefix("torch.")),
+            factors=None if self.factors is None else device_view(self.factors, self.memory),
+            kernel_factors=None if self.kernel_factors is None else device_view(self.kernel_factors, self.memory),
         )
 
     @property
     def nbytes(self) -> int:
         """See :class:`PackedMatrix`."""
-        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.zero_points, self.order) if tensor is not None)
+        tensors = (self.values, self.scales, self.zero_points, self.order, self.factors, self.kernel_factors)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def split(self, count: int) -> list[PackedWeight]:
         """See :class:`PackedMatrix`."""
-        zero_points = [None] * count if self.zero_points is None else self.zero_points.chunk(count)
-        parts, outputs = zip(self.values.chunk(count), self.scales.chunk(count), zero_points, strict=True), self.outputs // count
-        return [replace(self, outputs=outputs, values=values, scales=scales, zero_points=zeros) for values, scales, zeros in parts]
+        names = ("values", "scales", "zero_points", "factors", "kernel_factors")
+        chunks = {name: tensor.chunk(count) for name in names if (tensor := getattr(self, name)) is not None}
+        outputs = self.outputs // count
+        return [replace(self, outputs=outputs, **{name: parts[index] for name, parts in chunks.items()}) for index in range(count)]
 
     def dequantized(self) -> torch.Tensor:
         """See :class:`PackedMatrix`."""
@@ -77,6 +84,21 @@ class PackedWeight(PackedMatrix):
         zero_points = None if self.zero_points is None else ordered(self.zero_points)
         return replace(self, values=torch.cat(values, dim=1), scales=ordered(self.scales), zero_points=zero_points)
 
+    def with_factor_of_each_tile(self) -> PackedWeight:
+        """Return a matrix in NVFP4 as one of experts, whose factors need not be equal."""
+        both = [self.factor], in_kernels([self.factor], str(self.dtype).removeprefix("torch."))
+        factors, of_kernels = (self.scales.new_tensor(one, dtype=torch.float32).repeat(len(self.values), 1) for one in both)
+        return replace(self, factor=None, factors=factors, kernel_factors=of_kernels)
+
+    def _exact_scales(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the scales ``[outputs, groups]`` of FP4 in float32."""
+        if self.factor is not None:
+            return times_factor(stored, self.factor)
+        if self.factors is None:
+            return stored.view(torch.float8_e8m0fnu).float()
+        high, low = self.factors.repeat_interleave(FRAGMENT_OUTPUTS, dim=0)[: self.outputs, :, None].unbind(1)
+        return times_factor(stored, (high, low))
+
     def _parts(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield the packed values of some inputs of all outputs, and the number of these inputs."""
         for some in row_slices(self.inputs, self.outputs, ON_DEVICE, multiple=FRAGMENT_INPUTS):
@@ -91,7 +113,7 @@ class PackedWeight(PackedMatrix):
         scales = unpack_rows(self.scales, self.outputs)
         if self.kind == "e2m1":
             table = torch.tensor(E2M1_VALUES.tolist(), device=values.device)
-            exact = scales.view(torch.float8_e8m0fnu).float() if self.factor is None else times_factor(scales, self.factor)
+            exact = self._exact_scales(scales)
             return (table[values.int()] * exact[:, group]).to(self.dtype)
         zero_points = MIDDLES[self.kind] if self.zero_points is None else unpack_rows(self.zero_points, self.outputs).float()[:, group]
         return ((values.float() - zero_points) * scales.float()[:, group]).to(self.dtype)
@@ -121,11 +143,18 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
         zero_points=torch.cat([_zero_points(part) for part in parts]) if has_zero_points else None,
         order=first.order,
         factor=first.factor,
+        factors=_of_all([part.factors for part in parts]),
+        kernel_factors=_of_all([part.kernel_factors for part in parts]),
     )
 
 
-def times_factor(stored: torch.Tensor, factor: tuple[float, float]) -> torch.Tensor:
-    """Return scales of NVFP4 times their factor: those of ``nvfp4_scales``."""
+def _of_all(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    found = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(found) if found else None
+
+
+def times_factor(stored: torch.Tensor, factor: tuple[Any, Any]) -> torch.Tensor:
+    """Return scales of NVFP4 times their factor, or one of each row: those of ``nvfp4_scales``."""
     high, low = factor
     return (stored.double() * high + (stored.float() * low).double()).float()
 

@@ -12,11 +12,11 @@ import torch
 
 from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES
-from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
 from trt_kvcache.kernels.linear_tiles import NVFP4_SCALES
-from trt_kvcache.kernels.nvfp4_scales import NVFP4_SCALES_FROM_ZERO, nvfp4_kernel_factor, nvfp4_scales
+from trt_kvcache.kernels.nvfp4_scales import NVFP4_GROUP, NVFP4_LIMIT, nvfp4_factor
 from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_INPUTS,
     FRAGMENT_NBYTES,
@@ -45,12 +45,6 @@ _KINDS = {
 _RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6), "e4m3": (-448, 448)}
 _DTYPES = {"int4": torch.uint8, "int8": torch.int8}
 
-#: Limits of scales and of their factor in NVFP4: times 2^126 they are finite, and nothing is rounded to a subnormal number.
-_NVFP4_LIMIT, _NVFP4_SMALLEST = 3.9, 2.0**-80
-
-#: Inputs of a scale of NVFP4.
-NVFP4_GROUP = 16
-
 #: Bits of a NaN of e4m3 without its sign. The kernels for GPUs before sm_89 take it for a number.
 _NAN = 0x7F
 
@@ -63,8 +57,8 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
     first, inputs = parts[0], parts[0].shape[1]
     kind_of_values, factor = first.quantized_values.kind, None
     if kind_of_values == "e2m1" and first.scales.stored.dtype == numpy_dtype(NVFP4_SCALES):
-        factor = _nvfp4_factor(first.scales, dtype)
-        if factor is None:
+        factor = nvfp4_factor(first.scales.factor, first.scales.divisor, dtype)
+        if factor is None or first.scales.block != (1, NVFP4_GROUP):
             return None
         parts = [replace(part, scales=replace(part.scales, factor=1.0, divisor=1.0)) for part in parts]
         first = parts[0]
@@ -96,7 +90,7 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
         stored_scales = _stored_scales(scales, kind, _scales_dtypes(first, dtype))
     else:
         stored_scales, scales = scales.to(torch.float8_e4m3fn), times_factor(scales, factor)
-        if not float(scales.abs().amax()) < _NVFP4_LIMIT:
+        if not float(scales.abs().amax()) < NVFP4_LIMIT:
             return None
     if stored_scales is None or not _can_hold(dtype, kind, scales, zero_points) or any(are_nan):
         return None
@@ -159,20 +153,6 @@ def _group_shift(width: int, groups: int) -> int | None:
         return ONE_GROUP
     halves, rest = divmod(width, HALF_INPUTS)
     return None if rest or halves & (halves - 1) else halves.bit_length() - 1
-
-
-def _nvfp4_factor(scales: Scales, dtype: str) -> tuple[float, float] | None:
-    """Return the factor of all scales of NVFP4 as the kernels take it; None if they would compute other weights than the reader.
-
-    A divisor becomes the sum of two float32 that is its inverse to 48 bits.
-    """
-    inverse = 1.0 / scales.divisor
-    high = float(np.float32(inverse))
-    factor = float(np.float32(high * scales.factor)), float(np.float32((inverse - high) * scales.factor))
-    if scales.block != (1, NVFP4_GROUP) or not _NVFP4_SMALLEST < factor[0] < _NVFP4_LIMIT or nvfp4_kernel_factor(factor, dtype) is None:
-        return None
-    expected = replace(scales, stored=NVFP4_SCALES_FROM_ZERO[None]).values()[0]
-    return factor if np.array_equal(nvfp4_scales(NVFP4_SCALES_FROM_ZERO, factor), expected) else None
 
 
 def _has_whole_groups(weight: QuantizedWeight) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.assertions import raises
 from tests.helpers.models import model_of, write_model
-from tests.helpers.quantized_models import AWQ_CONFIG, awq, write_quantized
+from tests.helpers.quantized_models import AWQ_CONFIG, awq, write_nvfp4, write_quantized
 from tests.reference.rig import golden
 from tests.sweeps import one_of_each_family, some
 from tests.trt.plugin.on_host import run_plugins_on_host
@@ -168,6 +168,18 @@ def test_experts_build_into_plugin_layers(rtx, monkeypatch, tmp_path, quantize, 
     assert stored == {"router": "float32"} | (dict.fromkeys(("up", "down"), "float16") if kind is None else packed)
     plan = build(network)
     assert (b"CustomOperation" in plan, b"experts" in plan, b"KVCacheAttention" in plan) == (True, True, True)
+
+
+def test_experts_in_nvfp4_keep_their_factors(rtx, tmp_path):
+    network = define_with_plugin_layers(rtx, write_nvfp4(tmp_path / "model", one_factor=False, **EXPERTS), logits=7)
+    stored = {name.rpartition(".")[2]: array for name, array in network.constants.items() if ".0.mlp/experts" in name}
+    packed = {f"{prefix}_{part}" for prefix in ("up", "down") for part in ("values", "scales", "factors")}
+    assert stored.keys() == {"router"} | packed
+    experts, tiles_of_up, tiles_of_down = 5, 4, 4
+    assert len(np.unique(stored["up_factors"].reshape(2, -1, 2)[0], axis=0)) > experts, "gate and up have factors of their own"
+    sizes = [stored[f"{prefix}_factors"].size for prefix in ("up", "down")]
+    assert sizes == [2 * 2 * experts * tiles_of_up, 2 * 2 * experts * tiles_of_down]
+    assert b"CustomOperation" in build(network)
 
 
 def awq_model(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,16 @@ ROWS, COLUMNS = 32, 136
 
 
 def weight(
-    kind: str, *, width: int = 32, height: int = 1, zero_points: bool = False, scales_dtype: str = "float16", seed: int = 0
+    kind: str,
+    *,
+    width: int = 32,
+    height: int = 1,
+    zero_points: bool = False,
+    scales_dtype: str = "float16",
+    factor: Sequence[str] = (),
+    seed: int = 0,
 ) -> QuantizedWeight:
+    """``factor``: the factor of scales that is not 1, of NVFP4."""
     random, bits = np.random.default_rng(seed), 4 if kind.endswith("4") or kind == "e2m1" else 8
     stored = random.integers(0, 256, (ROWS, COLUMNS * bits // 8)).astype(np.uint8)
     if kind == "e4m3":
@@ -32,16 +41,17 @@ def weight(
         scales: Any = random.integers(118, 130, blocks).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
     else:
         scales = (random.uniform(0.5, 1, blocks) * random.choice([-1, 1], blocks)).astype(numpy_dtype(scales_dtype))
+    factors = {one: float(np.float32(random.uniform(0.001, 0.01) if one == "factor" else random.uniform(200, 2000))) for one in factor}
     zeros = random.integers(0, 1 << bits, blocks).astype(np.uint8)
     return QuantizedWeight(
         quantized_values=QuantizedValues(stored=stored.view(np.int8) if kind == "int8" else stored, kind=kind, shape=(ROWS, COLUMNS)),
-        scales=Scales(stored=scales, block=(height, width)),
+        scales=Scales(stored=scales, block=(height, width), **factors),
         zero_points=QuantizedValues(stored=zeros, kind="uint8", shape=blocks) if zero_points else None,
     )
 
 
 def made(*parts: QuantizedWeight, dtype: str = "bfloat16") -> PackedMatrices:
-    packed = PackedMatrices.of(parts, dtype)
+    packed = PackedMatrices.of(parts, dtype, of_experts=True)
     assert packed is not None
     return packed
 
@@ -64,6 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"kind": "int8", "width": COLUMNS, "scales_dtype": "float32"},
     "uint8": {"kind": "uint8", "width": 64, "zero_points": True},
     "MXFP4": {"kind": "e2m1", "scales_dtype": "float8_e8m0fnu"},
+    "NVFP4, ModelOpt": {"kind": "e2m1", "width": 16, "scales_dtype": "float8_e4m3fn", "factor": ["factor"]},
+    "NVFP4, compressed-tensors": {"kind": "e2m1", "width": 16, "scales_dtype": "float8_e4m3fn", "factor": ["divisor"]},
     "FP8": {"kind": "e4m3", "width": COLUMNS},
     "FP8, blocks": {"kind": "e4m3", "width": 128, "height": 16, "scales_dtype": "float32"},
 }
@@ -99,10 +111,19 @@ def nan_values() -> QuantizedValues:
     return QuantizedValues(stored=np.full((ROWS, COLUMNS), 0x7F, np.uint8), kind="e4m3", shape=(ROWS, COLUMNS))
 
 
+def with_scales(scale: float, factor: float, divisor: float = 1.0) -> QuantizedWeight:
+    """A matrix in NVFP4 with equal scales."""
+    part = weight(**CASES["NVFP4, ModelOpt"])
+    stored = np.full_like(part.scales.stored, scale)
+    return replace(part, scales=replace(part.scales, stored=stored, factor=float(np.float32(factor)), divisor=divisor))
+
+
 #: Formats that the kernels of experts do not know, or that do not fit together.
 REFUSED: dict[str, Any] = {
     "groups of 48": lambda: [weight("int4", width=48)],
-    "NVFP4": lambda: [weight("e2m1", width=16, scales_dtype="float8_e4m3fn")],
+    "NVFP4 in groups of 32": lambda: [weight("e2m1", scales_dtype="float8_e4m3fn", factor=["factor"])],
+    "NVFP4 with a large scale": lambda: [weight(**CASES["NVFP4, ModelOpt"]), with_scales(448.0, 0.01)],
+    "NVFP4 with a factor and a divisor": lambda: [with_scales(1.0, 0.3, 7.0)],
     "act-order": lambda: [replace(weight("int4"), group_index=np.arange(COLUMNS, dtype=np.int32)[::-1] // 32)],
     "factors": lambda: [replace(weight("int4"), input_factor=np.ones(COLUMNS, np.float32))],
     "kinds": lambda: [weight("int4"), weight("int8")],
@@ -115,7 +136,13 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("parts", REFUSED.values(), ids=REFUSED)
 def test_other_formats_are_left_to_16_bits(parts: Any) -> None:
-    assert PackedMatrices.of(parts(), "float16") is None
+    assert PackedMatrices.of(parts(), "float16", of_experts=True) is None
+
+
+def test_only_experts_may_be_in_nvfp4() -> None:
+    part = weight(**CASES["NVFP4, ModelOpt"])
+    assert made(part).format.has_factors
+    assert PackedMatrices.of([part], "bfloat16") is None
 
 
 def test_float32_stays_dense() -> None:

@@ -102,4 +102,4 @@ def _packed(config: RoutedMlpConfig, weights: LayerWeights, roles: tuple[str, ..
             if part is None:
                 return None
             parts.append(part)
-    return PackedMatrices.of(parts, dtype)
+    return PackedMatrices.of(parts, dtype, of_experts=True)

@@ -6,7 +6,7 @@ What the kernels compute from them are the dequantized weights, rounded once, as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -18,12 +18,14 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
 from trt_kvcache.kernels.linear_tiles import NVFP4_SCALES, PACKED_BITS
+from trt_kvcache.kernels.nvfp4_scales import NVFP4_GROUP, NVFP4_LIMIT, in_kernels, nvfp4_factor
 from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_INPUTS,
     FRAGMENT_NBYTES,
     FRAGMENT_OUTPUTS,
     HALF_INPUTS,
     MIDDLES,
+    NVFP4_GROUPS,
     ONE_GROUP,
     count_groups,
     count_tiles,
@@ -46,14 +48,20 @@ class PackedMatrices:
     """Matrices of equal shape in one format, one after another."""
 
     format: PackedFormat
-    arrays: dict[str, Array]  # int32 [n]: values, scales and, if there are some, zero points
+    arrays: dict[str, Array]  # int32 [n]: values, scales and, if there are some, zero points or factors
 
     @classmethod
-    def of(cls, parts: Sequence[QuantizedWeight], dtype: str) -> PackedMatrices | None:
-        """Return matrices for rows of a dtype; None if the kernels do not know their format, or their formats differ."""
+    def of(cls, parts: Sequence[QuantizedWeight], dtype: str, *, of_experts: bool = False) -> PackedMatrices | None:
+        """Return matrices for rows of a dtype; None if the kernels do not know their format, or their formats differ.
+
+        Only those ``of_experts`` may be in NVFP4.
+        """
         found = [_packed(part, dtype) for part in parts] if dtype in ELEMENT_TYPES else []
         packed = [one for one in found if one is not None]
         if not packed or len(packed) < len(found) or len({(one.kind, one.shift, one.values.shape[1]) for one in packed}) > 1:
+            return None
+        factors = [(one.factor, len(one.values)) for one in packed if one.factor is not None]
+        if factors and not of_experts:
             return None
         kind, outputs = packed[0].kind, [len(one.scales) for one in packed]
         if len(packed) > 1 and any(count % FRAGMENT_OUTPUTS for count in outputs):
@@ -71,6 +79,10 @@ class PackedMatrices:
         }
         if has_zero_points:
             arrays["zero_points"] = np.concatenate([_in_tiles(one.all_zero_points(), groups) for one in packed])
+        if factors:
+            exact, tiles = [factor for factor, _ in factors], [count for _, count in factors]
+            both = np.array(exact, np.float32), in_kernels(exact, dtype)
+            arrays["factors"] = np.concatenate([np.repeat(one, tiles, axis=0) for one in both])
         format_ = PackedFormat(
             kind=KINDS.index(kind) + 1,
             group_shift=packed[0].shift,
@@ -90,6 +102,7 @@ class _Packed:
     values: Array
     scales: Array
     zero_points: Array | None
+    factor: tuple[float, float] | None = None  # of all scales of NVFP4
 
     def all_zero_points(self) -> Array:
         """Return the zero points, those of a matrix without any too."""
@@ -101,11 +114,12 @@ class _Packed:
 def _packed(weight: QuantizedWeight, dtype: str) -> _Packed | None:
     """Return a matrix as the kernels take it, or None if they do not know its format, or ``dtype`` cannot hold its values."""
     kind_of_values, inputs = weight.quantized_values.kind, weight.shape[1]
-    is_nvfp4 = kind_of_values == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES)
-    shift = _group_shift(weight.scales.block[1], weight.scales.stored.shape[1])
-    if kind_of_values not in _KINDS or is_nvfp4 or shift is None or inputs % INPUT_GRANULE:
+    if kind_of_values not in _KINDS or inputs % INPUT_GRANULE or weight.input_factor is not None or weight.group_index is not None:
         return None
-    if weight.input_factor is not None or weight.group_index is not None:
+    if kind_of_values == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES):
+        return _packed_nvfp4(weight, dtype)
+    shift = _group_shift(weight.scales.block[1], weight.scales.stored.shape[1])
+    if shift is None:
         return None
     (kind, added), values, scales = _KINDS[kind_of_values], weight.unpacked(), weight.scales_of_rows()
     if kind == "e4m3" and (values.view(np.uint8) & np.uint8(_NAN) == _NAN).any():
@@ -116,6 +130,17 @@ def _packed(weight: QuantizedWeight, dtype: str) -> _Packed | None:
         return None
     shifted = (values.astype(np.int16) + added).astype(np.int8 if kind == "int8" else np.uint8) if added else values
     return _Packed(kind, shift, pack_values(shifted, kind), stored, zero_points)
+
+
+def _packed_nvfp4(weight: QuantizedWeight, dtype: str) -> _Packed | None:
+    """Return a matrix in NVFP4; None if the kernels would compute other weights, or ``dtype`` cannot hold them."""
+    scales = weight.scales
+    factor = nvfp4_factor(scales.factor, scales.divisor, dtype) if scales.block == (1, NVFP4_GROUP) else None
+    exact = weight.scales_of_rows()
+    if factor is None or not np.abs(exact).max() < NVFP4_LIMIT or not _can_hold(dtype, "e2m1", exact, None):
+        return None
+    stored = replace(weight, scales=replace(scales, factor=1.0, divisor=1.0)).scales_of_rows().astype(scales.stored.dtype)
+    return _Packed("e2m1", NVFP4_GROUPS, pack_values(weight.unpacked(), "e2m1"), stored, None, factor)
 
 
 def pack_values(values: Array, kind: str) -> npt.NDArray[np.uint8]:
