@@ -2,32 +2,35 @@
 
     python benchmarks/draft_models.py [-o FILE] [--drafters eagle3,model] [--batches 1,8] [--lengths 4,0] [--quick]
 
-Model, head and draft model have the shapes of Llama-3-8B, of a head for it and of Llama-3.2-1B, and random weights, but for the language
-model head of the model: each token id is followed by the next one. Each drafter generates its drafts as always; none is right, so tokens
-that are right at a known rate are verified in their place. ``--lengths``: most tokens of a draft, 0 for those that the session chooses.
-Tokens with drafts are compared with those without. ``propose_ms`` is the time of the drafter in a step; ``steps``, ``draft_tokens`` and
-``accepted`` are of the last run.
+Model, head and draft model have the shapes of Llama-3-8B, of a head for it and of Llama-3.2-1B. Their weights are random, but the model
+follows each token id by the next one, and so do head and draft model at a known rate of the ids. ``--lengths``: tokens of a draft, 0 for
+those that the session chooses. Tokens with drafts are compared with those without. ``steps`` and ``draft_tokens`` are of one run;
+``accepted`` is the share of these tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise, product
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from environment import describe_environment, write_result
 from random_model import LLAMA_3_8B
 from safetensors.torch import save_file
 
-from trt_kvcache import DraftedSequence, Drafter, InferenceSession
+from trt_kvcache import InferenceSession
+from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 
@@ -36,8 +39,14 @@ HERE = Path(__file__).resolve().parent
 #: Tokens per second over those without drafts, of drafts of 4 tokens that are right at a rate of 0.8.
 LIMIT = 2.6
 
+#: Published with a head that is tied to the embedding, and as large.
 LLAMA_3_2_1B = LLAMA_3_8B | {
-    **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "tie_word_embeddings": True}
+    **{
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+    }
 }
 EAGLE3_8B = {
     **{
@@ -59,51 +68,75 @@ QUICK = {
 
 #: Of tokens of a draft, the share that is right.
 RATES = (0.6, 0.8, 0.9)
+
+#: The first number of each embedding; q and k of the head; and the pairs of dimensions in which they are not zero.
+CONSTANT, SHARPNESS, FAST_PAIRS = 4.0, 16.0, 6
 PROMPT, TOKENS, RUNS = 1024, 128, 3
 
-
-class RightAtARate:
-    """Lets a drafter generate its drafts, and proposes as many tokens that are right with a known probability."""
-
-    takes_device_states = True
-
-    def __init__(self, drafter: Drafter, rate: float, length: int) -> None:
-        self._drafter, self._rate, self._length, self._random = drafter, rate, length, Random(1)
-        self.seconds: list[float] = []
-
-    def propose(self, sequences: Sequence[DraftedSequence]) -> list[list[int]]:
-        """Return drafts of the lengths that the drafter's have."""
-        begin = time.perf_counter()
-        if self._length:
-            sequences = [one._replace(limit=min(one.limit, self._length)) for one in sequences]
-        drafts = self._drafter.propose(sequences)
-        self.seconds.append(time.perf_counter() - begin)
-        return [self._right(one.pending[-1], len(draft)) for one, draft in zip(sequences, drafts, strict=True)]
-
-    def _right(self, last: int, count: int) -> list[int]:
-        return [last + step + (self._random.random() >= self._rate) for step in range(1, count + 1)]
+#: The head proposes no later token ids.
+LAST_TOKEN = EAGLE3_8B["draft_vocab_size"] - 32
 
 
-def write(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], device: str) -> Path:
-    """Write a checkpoint of random weights, which are made on the device."""
+def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    """Write a checkpoint."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: weight.cpu().contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def random_weights(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], device: str) -> dict[str, torch.Tensor]:
+    """Return random weights. Attention and MLPs change the residual stream little."""
     dtype, generator = getattr(torch, config["torch_dtype"]), torch.Generator(device).manual_seed(0)
     weights = {}
     for name, shape in shapes.items():
         mean, deviation = (1.0, 0.02) if "norm" in name else (0.0, config["hidden_size"] ** -0.5)
-        weights[name] = torch.empty(shape, dtype=dtype, device=device).normal_(mean, deviation, generator=generator).cpu()
-    if "draft_vocab_size" in config:
-        weights["d2t"] = torch.zeros(config["draft_vocab_size"], dtype=torch.int64)  # logits of the first token ids
-    if config.get("counts"):
-        # The embedding dominates the residual stream, and the head finds the next id.
-        for name in weights:
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weights[name] *= 0.05
-        weights["model.embed_tokens.weight"] *= config["hidden_size"] ** 0.5
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].roll(1, 0) * config["hidden_size"] ** -0.5
-    save_file(weights, folder / "model.safetensors")
-    return folder
+        deviation *= 0.05 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+        weights[name] = torch.empty(shape, dtype=dtype, device=device).normal_(mean, deviation, generator=generator)
+    return weights
+
+
+def counting_model(config: dict[str, Any], rate: float, device: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a model that follows each token by the next id, or by the one after it for a share ``1 - rate`` of the ids."""
+    weights = random_weights(config, tensor_shapes(ModelConfig.from_dict(config)), device)
+    embedding = weights["model.embed_tokens.weight"].mul_(config["hidden_size"] ** 0.5)
+    embedding[:, 0] = CONSTANT
+    weights["lm_head.weight"] = successors(embedding, rate)
+    return weights
+
+
+def successors(states: torch.Tensor, rate: float) -> torch.Tensor:
+    """Return a language model head: the token after a state ``[tokens, hidden]`` of a token is the next id, or the one after it."""
+    steps = 1 + (torch.rand(len(states), generator=torch.Generator().manual_seed(1)) >= rate).to(states.device)
+    head = torch.zeros_like(states)
+    return head.index_add_(0, (torch.arange(len(states), device=states.device) + steps) % len(states), states / len(states[0]) ** 0.5)
+
+
+def counting_head(config: dict[str, Any], embedding: torch.Tensor, rate: float) -> dict[str, torch.Tensor]:
+    """Return the weights of an EAGLE-3 head that does the same: its hidden state is a projection of the embedding of the last token.
+
+    Attention reads the last token alone, since q and k are constant vectors in the dimensions that RoPE turns fastest.
+    """
+    weights = random_weights(config, eagle3_shapes(config), str(embedding.device))
+    hidden, width, keys = config["hidden_size"], config["head_dim"], config["num_key_value_heads"]
+    group = config["num_attention_heads"] // keys
+    projection = torch.linalg.qr(torch.randn(hidden, keys * width, generator=torch.Generator().manual_seed(2)))[0].T
+    projection = projection.to(embedding)
+    weights["fc.weight"].zero_()
+    for name in "qk":
+        weight = weights[f"midlayer.self_attn.{name}_proj.weight"].zero_()
+        weight.unflatten(0, (-1, width))[:, :FAST_PAIRS, 0] = SHARPNESS / CONSTANT
+    # The hidden state before is taken away again: only the last token counts.
+    scale = float((embedding[:256] @ projection.T).float().norm(dim=1).mean()) / hidden**0.5
+    weights["midlayer.self_attn.v_proj.weight"] = torch.cat([projection, -scale * projection], dim=1)
+    out = weights["midlayer.self_attn.o_proj.weight"].zero_().unflatten(1, (keys, group, width))
+    out[:, :, 0] = projection.T.unflatten(1, (keys, width))
+    states = embedding[: config["draft_vocab_size"]] @ projection.T @ projection
+    return {
+        **weights,
+        "lm_head.weight": successors(states, rate),
+        "d2t": torch.zeros(config["draft_vocab_size"], dtype=torch.int64),  # logits of the first token ids
+    }
 
 
 def eagle3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -135,47 +168,50 @@ def answers_of(session: InferenceSession, prompts: list[list[int]], draft: Any) 
     return rows, rate
 
 
-def measure(session: InferenceSession, drafter: Drafter, batch: int, length: int, prompt: int) -> list[dict[str, Any]]:
-    """Return rows of one number of sequences and one length of drafts, by the rate at which the tokens of drafts are right."""
-    random = Random(0)
-    prompts = [[random.randrange(3, 200) for _ in range(prompt)] for _ in range(batch)]
-    expected, _ = answers_of(session, prompts, "off")
-    assert all(after == before + 1 for row in expected for before, after in pairwise(row[prompt - 1 :])), (
-        "a token is not followed by the next"
-    )
-    plain = statistics.median(answers_of(session, prompts, "off")[1] for _ in range(RUNS))
-    rows = []
-    for rate in RATES:
-        rates, proposing = [], []
-        for run in range(RUNS + 1):  # the first one captures
+def measure(session: InferenceSession, drafter: str, batch: int, length: int, rate: float) -> dict[str, Any]:
+    """Return the row of a number of sequences, a length of drafts, and a rate at which their tokens are right."""
+    plains, rates, steps, drafted, accepted = [], [], 0, 0, 0
+    with fixed_length(length):
+        for run in range(-1, RUNS):  # the first one captures
+            random = Random(run)
+            prompts = [[random.randrange(3, LAST_TOKEN - TOKENS) for _ in range(PROMPT)] for _ in range(batch)]
+            expected, plain = answers_of(session, prompts, "off")
+            assert all(after == before + 1 for row in expected for before, after in pairwise(row[PROMPT - 1 :])), (
+                "a token is not followed by the next"
+            )
             before = session.statistics
-            chosen = RightAtARate(drafter, rate, length)
-            found, speed = answers_of(session, prompts, chosen)
+            found, speed = answers_of(session, prompts, None)
+            after = session.statistics
             assert found == expected, "drafts have changed the tokens"
-            if run:
+            if run >= 0:
+                plains.append(plain)
                 rates.append(speed)
-                proposing += chosen.seconds
-        after, drafted = session.statistics, statistics.median(rates)
-        proposed = after.draft_tokens - before.draft_tokens
-        rows.append(
-            {
-                **{"batch": batch, "length": length, "rate": rate},
-                "steps": after.decode_steps - before.decode_steps,
-                "draft_tokens": proposed,
-                "accepted": round((after.accepted_tokens - before.accepted_tokens) / max(1, proposed), 3),
-                "propose_ms": round(1e3 * statistics.median(proposing), 3) if proposing else None,
-                "tokens_per_second": round(plain, 1),
-                "with_drafts": round(drafted, 1),
-                "ratio": round(drafted / plain, 3),
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+                steps += after.decode_steps - before.decode_steps
+                drafted += after.draft_tokens - before.draft_tokens
+                accepted += after.accepted_tokens - before.accepted_tokens
+    plain, speed = statistics.median(plains), statistics.median(rates)
+    row = {
+        **{"batch": batch, "length": length, "rate": rate, "steps": steps / RUNS, "draft_tokens": drafted / RUNS},
+        "accepted": round(accepted / max(1, drafted), 3),
+        **{"tokens_per_second": round(plain, 1), "with_drafts": round(speed, 1), "ratio": round(speed / plain, 3)},
+    }
+    print(json.dumps({"drafter": drafter, **row}), flush=True)
+    return row
+
+
+@contextmanager
+def fixed_length(length: int) -> Iterator[None]:
+    """Give all drafts a length; 0 for those that the session chooses."""
+    if not length:
+        yield
+        return
+    with patch.object(Drafting, "length", lambda self, num_tokens: length):
+        yield
 
 
 def main() -> int:
     """Write the folders, compare, measure."""
-    global PROMPT, TOKENS, RUNS
+    global PROMPT, TOKENS, RUNS, LAST_TOKEN
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, default=HERE / "results" / "draft_models.json")
     parser.add_argument("--drafters", default="eagle3,model")
@@ -186,32 +222,29 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes: dict[str, Any] = {}
     if options.quick:
-        PROMPT, TOKENS, RUNS, sizes = 64, 24, 1, QUICK
-    batches = [int(batch) for batch in options.batches.split(",")]
+        PROMPT, TOKENS, RUNS, LAST_TOKEN, sizes = 64, 24, 1, 480, QUICK
+    batches, lengths = ([int(one) for one in text.split(",")] for text in (options.batches, options.lengths))
     content: dict[str, Any] = {**describe_environment(gpu=device != "cpu"), "limit": LIMIT, "prompt": PROMPT, "tokens": TOKENS, "rows": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        large, small = LLAMA_3_8B | sizes | {"counts": True}, LLAMA_3_2_1B | sizes
-        head = EAGLE3_8B | sizes | ({"draft_vocab_size": 512} if options.quick else {})
-        if options.quick:
-            large |= {"num_hidden_layers": 6}
-        shapes = {name: tensor_shapes(ModelConfig.from_dict(config)) for name, config in (("large", large), ("model", small))}
-        model = write(folder / "large", large, shapes["large"], device)
-        for drafter in options.drafters.split(","):
-            config, of_head = (head, eagle3_shapes(head)) if drafter == "eagle3" else (small, shapes["model"])
-            draft = write(folder / drafter, config, of_head, device)
+        large = LLAMA_3_8B | sizes | ({"num_hidden_layers": 6} if options.quick else {})
+        weights = counting_model(large, 1.0, device)
+        model, embedding = write(folder / "large", large, weights), weights["model.embed_tokens.weight"].clone()
+        del weights
+        for drafter, rate in product(options.drafters.split(","), RATES):
+            if drafter == "eagle3":
+                config = EAGLE3_8B | sizes | ({"draft_vocab_size": 512} if options.quick else {})
+                draft = write(folder / f"{drafter}-{rate}", config, counting_head(config, embedding, rate))
+            else:
+                config = LLAMA_3_2_1B | sizes
+                draft = write(folder / f"{drafter}-{rate}", config, counting_model(config, rate, device))
             opened = InferenceSession.from_model(
                 model, engine="torch", draft=draft, max_batch_size=max(batches), max_sequence_length=PROMPT + TOKENS + 32
             )
             with opened as session:
-                own = session._drafter
-                assert own is not None
-                content["rows"][drafter] = [
-                    row
-                    for batch in batches
-                    for length in map(int, options.lengths.split(","))
-                    for row in measure(session, own, batch, length, PROMPT)
-                ]
+                rows = [measure(session, drafter, batch, length, rate) for batch in batches for length in lengths]
+            content["rows"][drafter] = [*content["rows"].get(drafter, ()), *rows]
+            shutil.rmtree(draft)
             write_result(options.out, content)
             torch.cuda.empty_cache() if device == "cuda" else None
     missed = [

@@ -92,6 +92,7 @@ def test_draft_models(tmp_path, monkeypatch):
     rows = result["rows"]["eagle3"]
     assert [row["rate"] for row in rows] == [0.6, 0.8, 0.9]
     assert all(row["draft_tokens"] > 0 for row in rows)
+    assert 0 < rows[0]["accepted"] < rows[1]["accepted"] < rows[2]["accepted"] < 1
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     found = [*importlib.import_module("tables")._draft_models(result)]
     assert found[0][0].endswith("with an EAGLE-3 head, 2 sequences, drafts of up to 2, 0.6 of their tokens right")
