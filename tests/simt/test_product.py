@@ -1499,7 +1499,7 @@ MISTAKES = {
         "cp_async_wait_group<kStages - 1>()",
         "none",
         TILES_INTO,
-        "CUDA_ERROR_LAUNCH_FAILED",
+        "LAUNCH_FAILED",
     ),
     "rows of x behind those of a tile": (EXPERT_TILES, "min(row, tile.count - 1)", "row", "address", TILES_OUT, OVERRUN),
     "rows of x in the order of pairs": (
