@@ -61,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(kTreeThreads)
     const bool is_first = level == 1, grows = first_depth <= tree.max_depth;
     const auto row_of = [&](int token) { return blockIdx.x * rows_of_slot + (is_first ? 0 : token); };
     const auto found_of = [&](int token) { return found + row_of(token) * (1 + 2 * top) + 1; };
+    // In level 1 index 0 stands for the sequence itself.
     const auto has_successors = [&](int token) {
         if (!grows || (is_first ? token != 0 : token >= count || tree.depths[token] != first_depth - 1)) return false;
         return results[row_of(token)].error == kNoError;

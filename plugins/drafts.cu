@@ -34,7 +34,7 @@ extern "C" __global__ void place_drafts(const RowResult* drafts, long long draft
 
 // The first tokens of a draft that equal the chosen ones are accepted. A thread for each slot: counts[slot] is 1 plus
 // these, 0 for an idle slot; starts[slot] and the counter of params[slot] go on by it; pending[slot] is the last chosen
-// token; 0 for an error, whose token -1 equals no id. ids, chosen [slots, width].
+// token, or 0 if that is an error. An error has token -1, which equals no id. ids, chosen [slots, width].
 extern "C" __global__ void accept_drafts(const int* ids, const RowResult* chosen, long long width, const int* asked,
                                          const int* lengths, int* starts, int* counts, int* pending, RowParams* params,
                                          long long slots) {
@@ -53,10 +53,11 @@ extern "C" __global__ void accept_drafts(const int* ids, const RowResult* chosen
     params[slot] = later(params[slot], equal + 1);
 }
 
-// The first rows of the drafter in the next draft, which are the chosen tokens that count: a thread for each of ids
-// [draft_slots, draft_width]. targets[d]: slot of the large model whose draft slot d of the drafter generates, or -1.
-// The rows of d begin at starts[slot] before these tokens, plus offsets[d]; those of another slot at lengths[d], with
-// nothing to take. takes[d]: tokens that count; last[d]: index of the last one, 0 for none. chosen [slots, width].
+// The first rows of the drafter in the next draft: the accepted tokens and the one chosen after them. A thread for each
+// of ids [draft_slots, draft_width]. targets[d]: slot of the large model whose draft slot d of the drafter generates, or
+// -1. The rows of d begin at starts[targets[d]] - counts[targets[d]] + offsets[d]; those of a slot without a target at
+// lengths[d], with nothing to take. takes[d]: number of these tokens; last[d]: index of the last one, 0 for none.
+// chosen [slots, width].
 extern "C" __global__ void feed_drafter(const RowResult* chosen, long long width, const int* counts, const int* starts,
                                         const RowParams* params, const int* targets, const int* offsets,
                                         const int* lengths, int* ids, int* draft_starts, int* takes, int* last,
@@ -73,7 +74,8 @@ extern "C" __global__ void feed_drafter(const RowResult* chosen, long long width
 }
 
 // Copies rows i = 0, 1, ... of each slot: from row slot * from_stride + from_offsets[slot] + i to row
-// places[slot] * to_stride + to_offsets[slot] + i. A null pointer of places is the slot itself, one of offsets is 0.
+// places[slot] * to_stride + to_offsets[slot] + i. Without places, the place of a slot is the slot itself; without
+// offsets, offsets are 0.
 // Grid: x along a row, y over the rows of a slot, z over slots.
 extern "C" __global__ void __launch_bounds__(kThreads)
     copy_slot_rows(unsigned char* to, const int* places, long long to_stride, const int* to_offsets,

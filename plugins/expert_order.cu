@@ -3,13 +3,10 @@
 
 #include "attention/element.cuh"
 #include "dependent_launch.cuh"
+#include "linear/row_tile.cuh"
 #include "shared_memory.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-
-struct RowTile {
-    int expert, first, count, unused;
-};
 
 __device__ __forceinline__ int sum_of_warp(int value) {
     for (int lanes = 16; lanes; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
@@ -19,10 +16,10 @@ __device__ __forceinline__ int sum_of_warp(int value) {
 // Sorts pairs of a row and one of its choices by expert, those of an expert in their order, and cuts them into row tiles.
 // Grid: a block for each expert, which reads the choices twice.
 //
-// An expert has row tiles from `first / rows + expert` on, where `first` pairs have a lower expert: as many places as
-// its tiles can be at most, so no block needs to know the tiles of others. The last places may stay empty.
+// An expert has row tiles from `first / tile_rows + expert` on, where `first` pairs have a lower expert: as many places as
+// its tiles can be at most, so no block needs to know the tiles of others. Places that it does not need get count 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    sort_by_expert(const int* chosen, int* order, RowTile* row_tiles, long long pairs, long long rows) {
+    sort_by_expert(const int* chosen, int* order, RowTile* row_tiles, long long pairs, long long max_tile_rows) {
     SHARED_ARRAY(int, lower_of_warps, kWarps);
     SHARED_ARRAY(int, equal_of_warps, kWarps);
     const int expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -51,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (is_mine) order[first + place + __popc(mine & ((1u << lane) - 1))] = pair;
         place += __popc(mine);
     }
-    const int kept = static_cast<int>(rows), begin = first / kept + expert,
-              places = (first + count) / kept + 1 - first / kept;
-    const int used = (count + kept - 1) / kept, each = used ? (count + used - 1) / used : 0;
+    const int tile_rows = static_cast<int>(max_tile_rows), begin = first / tile_rows + expert,
+              places = (first + count) / tile_rows + 1 - first / tile_rows;
+    const int used = (count + tile_rows - 1) / tile_rows, each = used ? (count + used - 1) / used : 0;
     for (int tile = threadIdx.x; tile < places; tile += kThreads) {
         const int from = tile * each;
         row_tiles[begin + tile] = {expert, first + from, max(0, min(each, count - from)), 0};

@@ -8,8 +8,8 @@
 //
 //     block   a row tile and kWarps * kWarpOutputs outputs. Grid: x over row tiles, of which some are empty; y over outputs
 //     warp    kTiles * 16 outputs, of all rows of the tile; with a gate, half of them gate, half up
-//     lane    of a fragment of W as in product.cuh. W is the A of mma and x its B: weights go from memory to registers
-//             and are converted there once for all rows of the tile, rows of x go through shared memory
+//     lane    its part of a fragment of W, as in product.cuh. W is the A of mma and x its B: weights go from memory to
+//             registers and are converted there once for all rows of the tile, rows of x go through shared memory
 //
 // The result of a row does not depend on the others.
 #pragma once
@@ -17,19 +17,16 @@
 #include "attention/cp_async.cuh"
 #include "attention/mma.cuh"
 #include "linear/expert_epilogues.cuh"
+#include "linear/row_tile.cuh"
 
 constexpr int kRows = kRowTiles * kTileRows;
 constexpr int kStages = STAGES;  // of 64 inputs of all rows, in shared memory
 constexpr int kChunks = kFragmentInputs * kElementBytes / 16, kStageBytes = kRows * kChunks * 16;
 
-struct RowTile {
-    int expert, first, count, unused;  // pairs `first` to `first + count - 1` of the order
-};
-
 struct ExpertTileParams : ClampedParams {
     const int* order;          // null: row p is row p
     const RowTile* row_tiles;  // null: all rows have one matrix
-    int choices;               // that the rows of x are shared by; 0: row p of x, and row order[p] of out
+    int choices;               // pairs that share a row of x; 0 if x has a row for each place, and out for each pair
 };
 
 // Offset of a chunk of a row in a stage. Lanes 0 to 7 read chunks 4h to 4h + 3 of two rows at once.

@@ -4,13 +4,15 @@
 #include "dependent_launch.cuh"
 #include "linear/expert_tiles.cuh"
 #include "linear/packed_expert_weights.cuh"
+#include "linear/packed_values.cuh"
 
+template <bool kHasZeroPoints>
 struct PackedTileParams : ExpertTileParams {
-    PackedMatrix weight;
+    GroupedMatrix<kHasZeroPoints> weight;
 };
 
 template <bool kGated, bool kHasZeroPoints>
-using Weights = PackedExperts<PackedTileParams, 2, kGated, kHasZeroPoints>;
+using Weights = PackedExperts<PackedTileParams<kHasZeroPoints>, 2, kGated>;
 
 #define ARGUMENTS \
     const unsigned char *x, const unsigned char *values, const unsigned char *scales, \
@@ -19,8 +21,10 @@ using Weights = PackedExperts<PackedTileParams, 2, kGated, kHasZeroPoints>;
 #define PARAMS \
     { \
         EXPERT_TILE_PARAMS, { \
-            values, scales, zero_points, static_cast<int>((inputs + kFragmentInputs - 1) / kFragmentInputs), \
-                static_cast<int>(groups), static_cast<int>(group_shift), static_cast<int>(scale_pairs) \
+            { \
+                values, scales, zero_points, static_cast<int>((inputs + kFragmentInputs - 1) / kFragmentInputs), \
+                    static_cast<int>(groups), static_cast<int>(group_shift), static_cast<int>(scale_pairs) \
+            } \
         } \
     }
 
@@ -46,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) packed_expert_tiles_relu2
 
 // Nothing for values that have no zero points.
 template <bool kGated, class Epilogue>
-__device__ __forceinline__ void tiles_with_zero_points(const PackedTileParams& params) {
+__device__ __forceinline__ void tiles_with_zero_points(const PackedTileParams<true>& params) {
     if constexpr (kAllowsZeroPoints) expert_tiles<Weights<kGated, true>, Epilogue>(params);
 }
 

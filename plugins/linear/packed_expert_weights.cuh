@@ -1,29 +1,27 @@
-// Weights of experts in 4 or 8 bits, fragment by fragment, which become elements in registers (linear/packed_values.cuh).
+// Packed weights of experts, fragment by fragment, which become elements in registers (linear/packed_values.cuh,
+// linear/super_block_values.cuh).
 //
 // The matrices of all experts follow each other, in whole tiles of 16 outputs: with a gate, those of the gate, then those
 // of up.
 #pragma once
 
 #include "attention/cp_async.cuh"
-#include "linear/packed_values.cuh"
 
-// ParamsOf: LinearParams, with `weight`.
-template <class ParamsOf, int kTileCount, bool kHasGate, bool kHasZeroPoints>
+// ParamsOf: LinearParams, with `weight`: GroupedMatrix or SuperBlockMatrix.
+template <class ParamsOf, int kTileCount, bool kHasGate>
 class PackedExperts {
-    // There are no registers for more, and for 4 none if fragments have factors.
-    static constexpr int kFragmentLoads = kTileCount * kVectors, kMaxDepth = kIsNvfp4 && kTileCount > 1 ? 3 : 4;
+    using Matrix = decltype(ParamsOf::weight);
 
 public:
     using Params = ParamsOf;
     struct Fragment {
-        PackedFragment<kHasZeroPoints> tiles[kTileCount];
+        typename Matrix::Fragment tiles[kTileCount];
 
         __device__ __forceinline__ uint4 elements(int tile, int i, int half) const {
             return tiles[tile].elements(i, half);
         }
     };
-    static constexpr int kTiles = kTileCount,
-                         kDepth = kLoads / kFragmentLoads < kMaxDepth ? kLoads / kFragmentLoads : kMaxDepth;
+    static constexpr int kTiles = kTileCount, kDepth = Matrix::expert_depth(kTileCount);
     static constexpr bool kGated = kHasGate;
 
     __device__ __forceinline__ PackedExperts(const Params& params) : params_(params), policy_(evict_first_policy()) {
@@ -39,23 +37,21 @@ public:
         }
     }
 
-    // `input`: the first one of the lane. Behind the last input, finite weights, for which Float8 needs zeros.
+    // `input`: the first one of the lane. Behind the last input, finite weights.
     __device__ __forceinline__ void load(Fragment& fragment, int input) const {
 #pragma unroll
-        for (int x = 0; x < kTiles; x++) {
-            params_.weight.template load<kIsSame<Stored, Float8>>(fragment.tiles[x], starts_[x],
-                                                                  input / kFragmentInputs, 0, policy_);
-            fragment.tiles[x].factor = factors_[x];
-        }
+        for (int x = 0; x < kTiles; x++)
+            params_.weight.load_expert(fragment.tiles[x], starts_[x], factors_[x], input / kFragmentInputs, policy_);
     }
 
     // A line of a fragment for each lane.
     __device__ __forceinline__ void prefetch(int expert, int tile, int input) const {
-        constexpr int kLine = 128, kLines = kFragmentBytes / kLine;
+        constexpr int kLine = 128, kLines = Matrix::kFragmentBytes / kLine;
         const int lane = threadIdx.x % 32;
         if (lane >= kTiles * kLines) return;
         prefetch_l2_line(params_.weight.fragments_of(weight_tile(expert, tile, lane / kLines))
-                         + static_cast<long long>(input / kFragmentInputs) * kFragmentBytes + lane % kLines * kLine);
+                         + static_cast<long long>(input / kFragmentInputs) * Matrix::kFragmentBytes
+                         + lane % kLines * kLine);
     }
 
 private:
@@ -68,6 +64,6 @@ private:
 
     const Params& params_;
     const L2Policy policy_;
-    PackedMatrix::Start starts_[kTiles];
-    MatrixFactor<Scale> factors_[kTiles];
+    typename Matrix::Start starts_[kTiles];
+    typename Matrix::Factor factors_[kTiles];
 };

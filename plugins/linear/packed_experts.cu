@@ -3,13 +3,15 @@
 
 #include "linear/experts.cuh"
 #include "linear/packed_expert_weights.cuh"
+#include "linear/packed_values.cuh"
 
+template <bool kHasZeroPoints>
 struct PackedExpertParams : ExpertParams {
-    PackedMatrix weight;
+    GroupedMatrix<kHasZeroPoints> weight;
 };
 
 template <int kTiles, bool kGated, bool kHasZeroPoints>
-using Weights = PackedExperts<PackedExpertParams, kTiles, kGated, kHasZeroPoints>;
+using Weights = PackedExperts<PackedExpertParams<kHasZeroPoints>, kTiles, kGated>;
 
 #define ARGUMENTS \
     const unsigned char *x, const unsigned char *values, const unsigned char *scales, \
@@ -18,8 +20,10 @@ using Weights = PackedExperts<PackedExpertParams, kTiles, kGated, kHasZeroPoints
 #define PARAMS \
     { \
         EXPERT_PARAMS, { \
-            values, scales, zero_points, static_cast<int>((inputs + kFragmentInputs - 1) / kFragmentInputs), \
-                static_cast<int>(groups), static_cast<int>(group_shift), static_cast<int>(scale_pairs) \
+            { \
+                values, scales, zero_points, static_cast<int>((inputs + kFragmentInputs - 1) / kFragmentInputs), \
+                    static_cast<int>(groups), static_cast<int>(group_shift), static_cast<int>(scale_pairs) \
+            } \
         } \
     }
 
@@ -53,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) packed_experts_down_32(AR
 
 // Nothing for values that have no zero points.
 template <int kTiles, bool kGated, bool kSums, class Epilogue>
-__device__ __forceinline__ void products_with_zero_points(const PackedExpertParams& params) {
+__device__ __forceinline__ void products_with_zero_points(const PackedExpertParams<true>& params) {
     if constexpr (kAllowsZeroPoints) expert_products<Weights<kTiles, kGated, true>, kSums, Epilogue>(params);
 }
 

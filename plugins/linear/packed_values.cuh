@@ -143,8 +143,8 @@ __device__ __forceinline__ unsigned minus_zero_point(BFloat16, unsigned zero_poi
 // The zero points of weights that have none.
 constexpr unsigned kMiddles = kIsSame<Stored, Int4> ? 0x0808 : 0;
 
-// Eight quantized values of row g + 8i of a half, in order, minus their zero point, divided by kScaleUnit, or by 2^126 of
-// NVFP4. zero_points: the bytes of rows g and g + 8.
+// Eight quantized values of row g + 8i of a half, in order, minus their zero point, divided by kScaleUnit, or in
+// NVFP4 by 2^126. zero_points: the bytes of rows g and g + 8.
 template <class Type, class From>
 __device__ __forceinline__ uint4 differences(Type, From, const uint4 (&vectors)[kVectors], unsigned zero_points, int i,
                                              int half) {
@@ -305,8 +305,8 @@ struct PackedMatrix {
     int fragments;            // of 64 inputs, of an output
     int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
     int scale_pairs;          // of a group of 16 outputs: 8, or with Float8 also 1 that all of them share
-    // NVFP4, whose groups are quarters of a fragment: the last two are the bits of the factor of a single matrix;
-    // zero_points are the factors of the tiles of experts.
+    // In NVFP4 groups are quarters of a fragment. There, group_shift and scale_pairs hold the bits of the factor of a single
+    // matrix (high and low), and zero_points points to the factors of the tiles of experts.
 
     // Of 16 outputs, the part of a lane: of the first fragment, and the scales of row g of the first two groups, or twice
     // of the first one if fragments are not divided. And row g of the first group.
@@ -318,10 +318,6 @@ struct PackedMatrix {
 
     __device__ __forceinline__ const unsigned char* fragments_of(int tile) const {
         return values + static_cast<long long>(tile * fragments) * kFragmentBytes;
-    }
-    __device__ __forceinline__ MatrixFactor<Scale> factor_of(int tile) const {
-        if constexpr (kIsNvfp4) return reinterpret_cast<const MatrixFactor<Scale>*>(zero_points)[tile];
-        return {};
     }
     __device__ __forceinline__ Start start(int tile) const {
         const int lane = threadIdx.x % 32,
@@ -366,10 +362,28 @@ private:
     }
 };
 
-// The same as the matrix of a PackedStream.
+// The same as the matrix of a PackedStream, or of experts.
 template <bool kHasZeroPoints>
 struct GroupedMatrix : PackedMatrix {
     using Fragment = PackedFragment<kHasZeroPoints>;
     static constexpr bool kKeepsOrder = !kIsSame<Scale, Float32>;  // there are no registers for it with these
     static constexpr int kVectors = ::kVectors, kFragmentBytes = ::kFragmentBytes;
+
+    using Factor = MatrixFactor<Scale>;
+
+    // Fragments of `tiles` tiles in flight. Registers suffice for 4, and for 3 if each of several tiles has a factor too.
+    static constexpr int expert_depth(int tiles) {
+        const int most = kIsNvfp4 && tiles > 1 ? 3 : 4, loads = tiles * kVectors;
+        return kLoads / loads < most ? kLoads / loads : most;
+    }
+
+    __device__ __forceinline__ Factor factor_of(int tile) const {
+        if constexpr (kIsNvfp4) return reinterpret_cast<const Factor*>(zero_points)[tile];
+        return {};
+    }
+    __device__ __forceinline__ void load_expert(Fragment& to, const Start& start, const Factor& factor, int fragment,
+                                                L2Policy policy) const {
+        load<kIsSame<Stored, Float8>>(to, start, fragment, 0, policy);  // other values are finite, whatever the bits
+        to.factor = factor;
+    }
 };

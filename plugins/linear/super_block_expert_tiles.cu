@@ -3,14 +3,15 @@
 
 #include "dependent_launch.cuh"
 #include "linear/expert_tiles.cuh"
-#include "linear/super_block_expert_weights.cuh"
+#include "linear/packed_expert_weights.cuh"
+#include "linear/super_block_values.cuh"
 
 struct SuperBlockTileParams : ExpertTileParams {
     SuperBlockMatrix<STORED> weight;
 };
 
 template <bool kGated>
-using Weights = SuperBlockExperts<SuperBlockTileParams, 2, kGated>;
+using Weights = PackedExperts<SuperBlockTileParams, 2, kGated>;
 
 #define ARGUMENTS \
     const unsigned char *x, const unsigned char *values, const unsigned char *scales, const unsigned char *factors, \

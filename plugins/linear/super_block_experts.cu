@@ -2,14 +2,15 @@
 // trt_kvcache/kernels/expert_kernels.py.
 
 #include "linear/experts.cuh"
-#include "linear/super_block_expert_weights.cuh"
+#include "linear/packed_expert_weights.cuh"
+#include "linear/super_block_values.cuh"
 
 struct SuperBlockExpertParams : ExpertParams {
     SuperBlockMatrix<STORED> weight;
 };
 
 template <int kTiles, bool kGated>
-using Weights = SuperBlockExperts<SuperBlockExpertParams, kTiles, kGated>;
+using Weights = PackedExperts<SuperBlockExpertParams, kTiles, kGated>;
 
 #define ARGUMENTS \
     const unsigned char *x, const unsigned char *values, const unsigned char *scales, const unsigned char *factors, \

@@ -142,6 +142,17 @@ struct SuperBlockMatrix {
         }
     }
 
+    struct Factor {};  // none of a tile
+
+    // Fragments of `tiles` tiles in flight. A fourth one of two tiles would spill.
+    static constexpr int expert_depth(int tiles) { return tiles == 1 ? 4 : 3; }
+
+    __device__ __forceinline__ Factor factor_of(int) const { return {}; }
+    __device__ __forceinline__ void load_expert(Fragment& to, const Start& start, const Factor&, int fragment,
+                                                L2Policy policy) const {
+        load(to, start, fragment, 0, policy);
+    }
+
 private:
     __device__ __forceinline__ const unsigned char* fragment_at(int index) const {
         return values + static_cast<long long>(index) * kFragmentBytes;

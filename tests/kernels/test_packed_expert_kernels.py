@@ -15,7 +15,7 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import linear_tiles
 from trt_kvcache.kernels.expert_kernels import GATED_EPILOGUES, MAX_EXPERT_PAIRS, MAX_EXPERT_ROWS, PLAIN_EPILOGUES
 from trt_kvcache.kernels.linear_tiles import expert_plan
-from trt_kvcache.kernels.nvfp4_scales import in_kernels, nvfp4_scales
+from trt_kvcache.kernels.nvfp4_scales import kernel_factors_of, nvfp4_scales
 from trt_kvcache.kernels.packed_layout import MIDDLES, NVFP4_GROUPS, ONE_GROUP, count_groups, count_tiles, groups_of
 from trt_kvcache.kernels.packed_linear_kernels import packed_dequantize_kernel
 from trt_kvcache.kernels.packed_tensors import PackedTensors
@@ -115,7 +115,9 @@ class PackedProblem(Problem):
 
     def _factors(self):
         whole = self.factors.reshape(-1, 2)
-        factors, of_kernels = (self.memory.to_device(one, stream=self.stream) for one in (whole, in_kernels(whole.tolist(), self.dtype)))
+        factors, of_kernels = (
+            self.memory.to_device(one, stream=self.stream) for one in (whole, kernel_factors_of(whole.tolist(), self.dtype))
+        )
         return {"factors": factors, "kernel_factors": of_kernels}
 
 

@@ -14,7 +14,7 @@ from tests.helpers.assertions import assert_close, raises
 from tests.kernels.packed_arrays import FLOAT8, pack_rows, pack_tiles, pack_values
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import ConfigError, ShapeError
-from trt_kvcache.kernels.nvfp4_scales import in_kernels
+from trt_kvcache.kernels.nvfp4_scales import kernel_factors_of
 from trt_kvcache.kernels.packed_layout import MIDDLES, NVFP4_GROUPS, ONE_GROUP, count_groups, count_tiles, groups_of
 from trt_kvcache.model import ClampedSwiGLU, MlpConfig, RoutedMlpConfig, RouterConfig
 from trt_kvcache.ops.custom_op import TensorType
@@ -141,7 +141,7 @@ class Problem:
         self.inputs |= {f"{prefix}_{name}": np.concatenate(one).reshape(-1).view(np.int32) for name, one in parts.items() if one}
 
     def _factors(self, exact: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        return [exact, in_kernels(exact.tolist(), self._dtype.name)]
+        return [exact, kernel_factors_of(exact.tolist(), self._dtype.name)]
 
     def expected(self) -> np.ndarray[Any, Any]:
         """Return the output in float32, expert by expert, with the router of the reference engine."""
@@ -280,7 +280,7 @@ def test_inputs_that_do_not_fit_are_refused(name: str, wrong: TensorType) -> Non
         ({"activation": 3, "alpha": 0.0, "limit": 1.0}, "alpha"),
         ({"experts_per_token": 8}, "experts_per_token"),
         ({"num_groups": 2}, "RouterConfig.num_groups"),
-        ({"up_kind": 5, "up_group_shift": 0, "up_scales": 0}, "packed weights, kind"),
+        ({"up_kind": 8, "up_group_shift": 0, "up_scales": 0}, "packed weights, kind"),
         ({"up_kind": 1, "up_group_shift": 0, "up_scales": 5}, "packed weights, scales"),
     ],
     ids=str,
@@ -297,7 +297,7 @@ def test_a_missing_attribute_is_named() -> None:
 
 def test_numbers_of_formats() -> None:
     """They are in plans: a kind or a dtype keeps its number."""
-    assert KINDS == ("int4", "int8", "e2m1", "e4m3")
+    assert KINDS == ("int4", "int8", "e2m1", "e4m3", "q4_k", "q5_k", "q6_k")
     assert SCALE_DTYPES == ("float16", "bfloat16", "float32", "uint8", "float8_e4m3fn")
 
 

@@ -91,7 +91,9 @@ def test_an_equal_model_has_the_longest_path_accepted_every_time(
     assert any(not tree.is_chain for tree in watched.trees)
     assert session.statistics.mean_acceptance_length == 1 + depths / len(watched.trees)
     if tokens > 15:
-        assert session.statistics.decode_steps == chains.statistics.decode_steps
+        # One step ahead, a chain becomes longer one step later.
+        more = chains.statistics.decode_steps - session.statistics.decode_steps
+        assert more in ((0, 1) if chains._decode_steps.on_device else (0,))
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ TILE_TESTS, EXPERT_TILES, EXPERT_ORDER = "test_expert_tile_kernels.py", "linear/
 TILES_INTO, TILES_OUT, TILE_ORDER = (
     f"{TILE_TESTS}::test_{name}" for name in ("products_into_experts", "products_out_of_experts", "order_and_row_tiles")
 )
-SUPER_BLOCK_EXPERT_TESTS, SUPER_BLOCK_EXPERTS = "test_super_block_expert_kernels.py", "linear/super_block_expert_weights.cuh"
+SUPER_BLOCK_EXPERT_TESTS = "test_super_block_expert_kernels.py"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d_kernels.py", "test_mamba2_kernels.py", "test_delta_rule_kernels.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -1330,16 +1330,16 @@ MISTAKES = {
         "Mismatched",
     ),
     "the factor of the first tile for all": (
-        PACKED_EXPERTS,
-        "params_.weight.factor_of(at)",
-        "params_.weight.factor_of(0)",
+        PACKED_VALUES,
+        "(zero_points)[tile];",
+        "(zero_points)[0];",
         "none",
         f"{PACKED_EXPERT_TESTS}::test_products_into_experts",
         "AssertionError",
     ),
     "the factor of a single matrix for experts": (
-        PACKED_EXPERTS,
-        "            fragment.tiles[x].factor = factors_[x];\n",
+        PACKED_VALUES,
+        "        to.factor = factor;\n",
         "",
         "none",
         f"{PACKED_EXPERT_TESTS}::test_products_out_of_experts",
@@ -1478,7 +1478,7 @@ MISTAKES = {
         "test_products_",
     ),
     "NaN of FP8 behind the last input": (
-        PACKED_EXPERTS,
+        PACKED_VALUES,
         "load<kIsSame<Stored, Float8>>",
         "load<false>",
         "none",
@@ -1530,8 +1530,8 @@ MISTAKES = {
     ),
     "row tiles of two experts in one place": (
         EXPERT_ORDER,
-        "begin = first / kept + expert",
-        "begin = first / kept",
+        "begin = first / tile_rows + expert",
+        "begin = first / tile_rows",
         "none",
         TILE_ORDER,
         "AssertionError",
@@ -1561,7 +1561,7 @@ MISTAKES = {
         "AssertionError",
     ),
     "an expert in super-blocks as large as its gate": (
-        SUPER_BLOCK_EXPERTS,
+        PACKED_EXPERTS,
         "(2 * expert + x) * tiles",
         "(expert + x) * tiles",
         "none",
@@ -1569,7 +1569,7 @@ MISTAKES = {
         "test_products_into_experts",
     ),
     "up in the place after the gate, of experts in super-blocks": (
-        SUPER_BLOCK_EXPERTS,
+        PACKED_EXPERTS,
         "(2 * expert + x) * tiles + tile",
         "2 * expert * tiles + tile + x",
         "none",
@@ -1577,7 +1577,7 @@ MISTAKES = {
         "test_products_into_experts",
     ),
     "a tile of the next expert in super-blocks": (
-        SUPER_BLOCK_EXPERTS,
+        PACKED_EXPERTS,
         "min(tile * kTiles + x, tiles - 1)",
         "(tile * kTiles + x)",
         "address",
@@ -1585,17 +1585,17 @@ MISTAKES = {
         OVERRUN,
     ),
     "one tile of experts in super-blocks for all": (
-        SUPER_BLOCK_EXPERTS,
-        "start(weight_tile(expert, tile, x))",
-        "start(weight_tile(expert, 0, x))",
+        PACKED_EXPERTS,
+        "at = weight_tile(expert, tile, x)",
+        "at = weight_tile(expert, 0, x)",
         "none",
         SUPER_BLOCK_EXPERT_TESTS,
         "test_products_",
     ),
     "the first fragment of an expert in super-blocks for all": (
-        SUPER_BLOCK_EXPERTS,
-        "starts_[x], input / kFragmentInputs,",
-        "starts_[x], 0 * input,",
+        PACKED_EXPERTS,
+        "factors_[x], input / kFragmentInputs,",
+        "factors_[x], 0 * input,",
         "none",
         SUPER_BLOCK_EXPERT_TESTS,
         "test_products_",

@@ -14,6 +14,8 @@ from trt_kvcache.builder.network.weights import TensorSource
 from trt_kvcache.builder.options import MTP
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.eagle3_files import is_draft_head_folder
+from trt_kvcache.checkpoint.quantized.offset_blocks import OffsetBlocks
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.families.family import EAGLE3_PROJECTION
@@ -62,6 +64,16 @@ class JoinedTensors:
         """See :class:`TensorSource`."""
         source, stored = self._source(name)
         return source.quantized_weight(stored)
+
+    def super_blocks(self, name: str) -> SuperBlocks | None:
+        """See :class:`TensorSource`."""
+        source, stored = self._source(name)
+        return source.super_blocks(stored)
+
+    def offset_blocks(self, name: str) -> OffsetBlocks | None:
+        """See :class:`TensorSource`."""
+        source, stored = self._source(name)
+        return source.offset_blocks(stored)
 
     def release(self, name: str) -> None:
         """See :class:`TensorSource`."""

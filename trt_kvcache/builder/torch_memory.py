@@ -27,7 +27,7 @@ _PACKED_KINDS, _PADDING = frozenset({"int4", "uint4", "int8", "uint8", "e4m3"}),
 #: Bits of a weight in blocks of GGUF that it keeps packed: as in the file, and those of int8 for Q5_0.
 _BLOCK_BITS = {"Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625, "Q5_0": 8.5}
 
-#: FP4 is kept packed in these formats, by their titles; in the second one neither weights of experts, nor matrices with factors of inputs.
+#: FP4 is kept packed in these formats, by their titles; in the second one not in matrices with factors of inputs.
 _MXFP4, _NVFP4, _FACTORS = "MXFP4", "NVFP4", "AWQ"
 
 #: Part of the title of formats with act-order, in which weights of experts are not kept packed.

@@ -26,7 +26,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 class WantedTree(NamedTuple):
     """A tree that a slot is to grow."""
 
-    #: The next token of the request, with the random numbers of which the draft model chooses. Penalties and bias are ignored.
+    #: Position of the next token of the request; the draft model chooses with its random numbers. Penalties and bias are ignored.
     position: Positions
     #: Most tokens, and most tokens on a path.
     limit: int
@@ -70,7 +70,7 @@ class DeviceTrees(Uncopyable):
         self._rows = SamplingRows(params, results)
         self._first_trees, self._page = (memory.staging(self._trees.shape, "uint8") for _ in range(2))
         self._first_params = memory.staging((max_slots, ROW_PARAMS.itemsize), "uint8")
-        # Of the trees that grow: most tokens.
+        # Most tokens of a tree that grows.
         self._top = 0
 
     def of_slots(self, count: int) -> DeviceTensor:

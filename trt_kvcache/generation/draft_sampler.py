@@ -39,7 +39,7 @@ class DraftSampler(Uncopyable):
     A draft is :meth:`begin` or :meth:`continue_on_device`, :meth:`sample` for each position, then :meth:`download`.
     """
 
-    # There are two pages: the result of a download must be read before the second next one.
+    # There are two pages, so a download overwrites the result of the one before the last.
 
     def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, max_tokens: int, stream: Any) -> None:
         self._memory, self._slots = memory, max_batch_size
@@ -67,7 +67,7 @@ class DraftSampler(Uncopyable):
         self._position = 0
 
     def sample(self, logits: DeviceTensor, tokens: DeviceTensor, *, stream: Any) -> None:
-        """Choose the next token of each draft, as :meth:`DeviceSampler.sample` does, which goes on to the next position by itself."""
+        """Choose the next token of each draft, as :meth:`DeviceSampler.sample` does, and keep it. The next call has the next position."""
         self._sampler.sample(logits, tokens, stream=stream)
         count = len(logits)
         self._memory.copy_rows(self._rows, self._sampler.results, [(self._position * self._slots, 0, count)], stream=stream)

@@ -192,7 +192,8 @@ def _copy_slot_rows_on_device(
 # --- without checks, for sessions ---
 
 
-#: Write ids ``[slots * width]`` and the first as many ``ROW_PARAMS`` of rows that verify drafts, ``ROW_RESULT`` ``[steps, slots, 16]``.
+#: Write the rows that verify ``drafts``, ``ROW_RESULT`` ``[steps, slots of the drafter, 16]``: ids ``[slots * width]`` and their
+#: ``ROW_PARAMS``.
 place_drafts_kernel = Kernel(_place_drafts_on_host, _place_drafts_on_device)
 
 #: Count the accepted tokens of drafts by the ids that ran and the results of the sampler at each row, and go on after them.

@@ -1,4 +1,4 @@
-"""Pairs of a row and one of its experts in the order of the experts, and weighted sums of a row's products.
+"""Kernels that sort pairs of a row and one of its experts by expert, and that add the products of a row with weights.
 
 Shapes: n rows, k experts of each, E experts. For engines: nothing is checked.
 """

@@ -53,7 +53,7 @@ def frontier(tree: Any, level: int) -> list[int]:
 
 
 def grow(tree: Any, level: int, found: Sequence[Successors]) -> None:
-    """Add a level from the successors of the frontier, in its order. A token without a choice has none."""
+    """Add a level from the successors of the frontier, in the order of the frontier. A token without a choice has no successors."""
     # A child is at most as probable as its parent. So a token that others displace has no descendant that would have stayed.
     # With random numbers, the large model often chooses what the draft model chooses, however improbable that is.
     count, num_chosen = int(tree["count"]), int(tree["num_chosen"])

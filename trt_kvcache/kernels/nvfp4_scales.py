@@ -13,10 +13,10 @@ from trt_kvcache.kernels.host_arrays import Array
 #: Inputs of a scale.
 NVFP4_GROUP = 16
 
-#: The kernels take FP4 for numbers that are so much smaller, and the factor for one that is so much larger.
+#: The kernels read the bits of FP4 as numbers that are smaller by this, and take the factor of the scales larger by it.
 NVFP4_UNIT = 2.0**126
 
-#: All positive scales, and all positive values of FP4.
+#: All scales, and all values of FP4, that are not negative.
 NVFP4_SCALES_FROM_ZERO = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
 _FP4 = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 
@@ -29,7 +29,7 @@ _CHANGES = sorted(range(-1024, 1025, 16), key=abs)
 
 
 def nvfp4_scales(stored: Array, factor: tuple[Any, Any]) -> Array:
-    """Return scales of e4m3 times a factor, or one of each row, in float32 as a fused multiply-add computes them."""
+    """Return scales in e4m3 times a factor (or times one for each row), rounded to float32 as a fused multiply-add rounds."""
     scales, (high, low) = stored.astype(np.float64), factor
     rest = (stored.astype(np.float32) * np.float32(low)).astype(np.float64)
     found: Array = (scales * high + rest).astype(np.float32)  # the sum of at most 48 bits is exact
@@ -37,7 +37,7 @@ def nvfp4_scales(stored: Array, factor: tuple[Any, Any]) -> Array:
 
 
 def nvfp4_factor(factor: float, divisor: float, dtype: str) -> tuple[float, float] | None:
-    """Return the factor of scales that a checkpoint divides and multiplies in float32; None if the kernels would compute other weights.
+    """Return the factor equal to a division by ``divisor`` and a product with ``factor`` in float32; None if the kernels would differ.
 
     A divisor becomes the sum of two float32 that is its inverse to 48 bits.
     """
@@ -50,7 +50,7 @@ def nvfp4_factor(factor: float, divisor: float, dtype: str) -> tuple[float, floa
     return found if np.array_equal(nvfp4_scales(NVFP4_SCALES_FROM_ZERO, found), expected) else None
 
 
-def in_kernels(factors: Any, dtype: str) -> Array:
+def kernel_factors_of(factors: Any, dtype: str) -> Array:
     """Return factors ``[n, 2]`` as the kernels take them."""
     found: Array = np.array([nvfp4_kernel_factor((high, low), dtype) for high, low in factors], np.float32) * np.float32(NVFP4_UNIT)
     return found
@@ -60,7 +60,7 @@ def in_kernels(factors: Any, dtype: str) -> Array:
 def nvfp4_kernel_factor(factor: tuple[float, float], dtype: str) -> tuple[float, float] | None:
     """Return the factor for which the kernels compute the weights of ``factor``; None if there is none."""
     # In bfloat16 they multiply with a scale as the sum of two bfloat16, which is much faster than with float32, but has 16 bits. So one of
-    # some factors is taken for which that makes no difference, whatever the scale and the value.
+    # several nearby factors is taken for which that makes no difference, whatever the scale and the value.
     if dtype != "bfloat16":
         return factor
     exact = _FP4.astype(np.float32) * nvfp4_scales(NVFP4_SCALES_FROM_ZERO, factor)[:, None]
@@ -82,7 +82,7 @@ def _sums_of_products(scales: Array) -> Array:
 
 
 def _bfloat16(values: Array) -> Array:
-    """Return values rounded to 8 bits, once, which casts from float64 do not."""
+    """Return values rounded to 8 bits in one step. A cast from float64 rounds twice, by way of float32."""
     fractions, exponents = np.frexp(values.astype(np.float64))
     found: Array = np.ldexp(np.rint(np.ldexp(fractions, 8)), exponents - 8)
     return found

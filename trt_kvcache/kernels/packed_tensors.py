@@ -81,9 +81,9 @@ class PackedTensors:
     scales: DeviceTensor  # [tiles, groups, 8, 2], or of e4m3 [tiles, groups, 1, 2] for all outputs of a tile; a dtype of scale_dtypes()
     zero_points: DeviceTensor | None  # uint8 or int8 [tiles, groups, 8, 2]
     factor: tuple[float, float] | None = None  # of all scales of NVFP4: see nvfp4_scales()
-    kernel_factor: tuple[float, float] | None = None  # the one that the kernels take for it: see nvfp4_kernel_factor()
+    kernel_factor: tuple[float, float] | None = None  # the one that the kernels take for it, without NVFP4_UNIT: see nvfp4_kernel_factor()
     factors: DeviceTensor | None = None  # of experts, instead of both: float32 [tiles, 2]
-    kernel_factors: DeviceTensor | None = None  # times NVFP4_UNIT
+    kernel_factors: DeviceTensor | None = None  # the ones that the kernels take for them, times NVFP4_UNIT: see kernel_factors_of()
 
     @property
     def prefix(self) -> str:

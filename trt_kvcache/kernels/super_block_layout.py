@@ -40,6 +40,9 @@ MIDDLES = {"q4_k": 0, "q5_k": 0, "q6_k": 32}
 #: Factors of a super-block of a row: of scales, and of minimums.
 FACTORS = {"q4_k": 2, "q5_k": 2, "q6_k": 1}
 
+#: Largest products of a scale and a value, by which factors are multiplied.
+LARGEST = {"q4_k": (63 * 15, 63), "q5_k": (63 * 31, 63), "q6_k": (128 * 32,)}
+
 #: Bytes of the lowest four bits of a fragment, and of a word of all lanes.
 LOW_NBYTES, _WORD_NBYTES = FRAGMENT_NBYTES["int4"], 128
 

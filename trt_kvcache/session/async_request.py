@@ -75,7 +75,7 @@ class AsyncRequest:
 
     @property
     def finish_reason(self) -> FinishReason | Literal["cancelled"] | None:
-        """Why it ended: ``"stop"``, ``"length"`` or ``"cancelled"``; None while it continues, and if it failed."""
+        """Reason of its end: ``"stop"``, ``"length"`` or ``"cancelled"``; None while it continues, and if it failed."""
         last = self._events[-1].finish_reason if self._events else None
         return last or ("cancelled" if self._ended and self._error is None else None)
 

@@ -1,4 +1,4 @@
-"""``Cursor``: a request at a number of its tokens. A step ahead assumes one for each slot."""
+"""``Cursor``: a request with the number of its tokens. A step ahead is valid for the cursors that it assumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Cursor(NamedTuple):
         return Cursor(self.request, self.num_tokens + count)
 
 
-#: The request of each slot; None for an idle slot.
+#: The cursor of each slot; None for an idle slot.
 Cursors = Sequence[Cursor | None]
 
 

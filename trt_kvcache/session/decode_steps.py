@@ -84,21 +84,28 @@ class DecodeSteps:
         else:
             on_device = self._chooses_positions(requests, plan)
             drafts = plan_drafts(self._runner, slots, requests, plan, on_device=on_device) if drafted else None
-            step = self._run_or_verify(slots, requests, plan, drafts, ahead=ahead, waits=waits)
+            step = self._run_or_verify(slots, requests, plan, drafts, on_device=on_device, ahead=ahead, waits=waits)
         if pace is not None:
             pace.count(running, sum(map(len, step.choices.values())), drafted=step.verified is not None)
         return step
 
     def _run_or_verify(
-        self, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, drafts: DraftPlan | None, *, ahead: bool, waits: bool
+        self,
+        slots: Sequence[Slot],
+        requests: Sequence[Request],
+        plan: StepPlan,
+        drafts: DraftPlan | None,
+        *,
+        on_device: bool,
+        ahead: bool,
+        waits: bool,
     ) -> DecodeStep:
         if self.on_device and all(request.fits_device for request in compress(requests, plan.rows)):
             cursors = cursors_of(requests, plan)
-            # A step ahead that is in flight is not wasted: the draft comes one step later.
+            # A step ahead that is in flight is used. These drafts are dropped, and the drafter is asked again for the next step.
             if drafts is None or self._is_in_flight(cursors):
                 return self._run_on_device(slots, plan, cursors, ahead=ahead and drafts is None)
         if drafts is not None:
-            on_device = self._chooses_positions(requests, plan)
             return self._verified(slots, *self._verify_steps.run(slots, requests, drafts, on_device=on_device, ahead=ahead, waits=waits))
         return self._choose(*self._run_on_host(slots, plan), requests, plan, waits=waits)
 

@@ -30,13 +30,13 @@ class DraftPlan(NamedTuple):
     #: Draft of each slot: empty for an idle one, and for one without a proposal. If they are in flight, token 0 stands for each token.
     drafts: Sequence[DraftTree]
     #: Drafts whose tokens are on the device only, and the slot of the drafter for each slot that has one.
-    in_flight: EnqueuedDrafts | None = None
+    enqueued: EnqueuedDrafts | None = None
 
     def read(self) -> DraftPlan:
         """Return the plan with the tokens of drafts that are in flight, after waiting for them. A draft ends before an error."""
-        if self.in_flight is None:
+        if self.enqueued is None:
             return self
-        found, places = self.in_flight.in_flight.read(), self.in_flight.slots
+        found, places = self.enqueued.in_flight.read(), self.enqueued.slots
         drafts = [DraftTree.chain(found[places[slot]][: len(asked)]) if len(asked) else asked for slot, asked in enumerate(self.drafts)]
         rows = [(row[0], *draft.tokens, *row[1 + len(draft) :]) if row else row for row, draft in zip(self.plan.rows, drafts, strict=True)]
         return DraftPlan(self.plan._replace(rows=rows), self.chunk, drafts)
@@ -50,8 +50,8 @@ def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Reques
     sequences = _sequences(runner, slots, requests, plan)
     if not sequences:
         return None
-    in_flight = _enqueued(sequences) if on_device else None
-    drafts = _proposals(runner, sequences) if in_flight is None else _unread(in_flight)
+    enqueued = _enqueued(sequences) if on_device else None
+    drafts = _proposals(runner, sequences) if enqueued is None else _unread(enqueued)
     width = 1 + max(map(len, drafts.values()), default=0)
     lengths = [slot.length for slot in slots]
     while width > 1:
@@ -61,7 +61,7 @@ def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Reques
         if len(chunks) == 1:
             # A step ahead, which may follow drafts that are in flight, begins with slot 0.
             own, limit = chunks[0], runner.cache.lengths.max_sequence_length
-            return DraftPlan(wide, (in_flight and from_first_slot(own, lengths, limit)) or own, cut, in_flight)
+            return DraftPlan(wide, (enqueued and from_first_slot(own, lengths, limit)) or own, cut, enqueued)
         width //= 2  # an enqueue writes rows for all slots in its range, and one of them is nearly full
     return None
 

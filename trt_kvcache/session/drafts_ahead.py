@@ -39,7 +39,10 @@ class Continued(NamedTuple):
 class AheadPlan:
     """Enqueue of the chosen tokens, and the drafts after them."""
 
+    #: By slot of the drafter.
     continued: Mapping[int, Continued]
+    #: Tokens that each slot of the drafter keeps.
+    held: Sequence[int]
     #: Slots and tokens of the enqueue.
     count: int
     width: int
@@ -83,14 +86,13 @@ class DraftsAhead:
         if room < max(map(len, rows)):
             return None
         [chunk, *more] = runner.chunks(held, StepPlan.of(rows))
-        return None if more or chunk.width > room else AheadPlan(continued, chunk.end, chunk.width)
+        return None if more or chunk.width > room else AheadPlan(continued, held, chunk.end, chunk.width)
 
     @nvtx_range("draft")
     def run(self, plan: AheadPlan, chosen: ChosenTokens, sampler: DraftSampler) -> DraftsInFlight:
         """Enqueue the next drafts. Their sampler goes on with the requests that it has. Does not wait."""
         runner, stream, count = self._runner, self._runner.stream, plan.count
-        held = [plan.continued[slot].known if slot in plan.continued else length for slot, length in enumerate(self._batch.held)]
-        self._batch.shorten(held)  # the rows after them are overwritten
+        self._batch.shorten(plan.held)  # the rows after them are overwritten
         self._upload(plan, stream)
         starts, last = runner.starts(count), runner.last_from_device(count)
         targets, offsets, takes = (self._numbers[first : first + count] for first in range(0, len(self._numbers), self._slots))

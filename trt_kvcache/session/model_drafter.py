@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 PLACEHOLDER = 0
 
 
-class VerifiedDraft(NamedTuple):
-    """A slot of the large model that verifies a draft, and has a next one."""
+class DraftToContinue(NamedTuple):
+    """A slot of the large model whose draft is being verified, and the length of its next draft."""
 
     request: Request
     #: Tokens in the cache, and tokens of the draft.
@@ -84,7 +84,7 @@ class ModelDrafter:
         in_flight = self._steps.enqueue(drafted) if drafted else None
         return None if in_flight is None else EnqueuedDrafts(in_flight, slots)
 
-    def plan_ahead(self, verified: Mapping[int, VerifiedDraft]) -> AheadPlan | None:
+    def plan_ahead(self, verified: Mapping[int, DraftToContinue]) -> AheadPlan | None:
         """Plan the drafts that follow those that slots of the large model verify; None if they must wait for the host."""
         if (
             type(self._steps) is not DraftSteps

@@ -119,7 +119,7 @@ class RequestHandle(Uncopyable):
 
     @property
     def finish_reason(self) -> FinishReason | Literal["cancelled"] | None:
-        """Why it ended: ``"stop"``, ``"length"`` or ``"cancelled"``; None while it continues."""
+        """Reason of its end: ``"stop"``, ``"length"`` or ``"cancelled"``; None while it continues."""
         return self._queued.request.finish_reason or ("cancelled" if self._queued.cancelled else None)
 
     @property

@@ -299,7 +299,7 @@ class Runner:
     def run_ahead(self, count: int, width: int, *, every_logit: bool) -> None:
         """Enqueue rows of the first slots from :meth:`starts` on, with ids in :meth:`input_ids`; nothing is committed. Does not wait.
 
-        Of a head, the caller copies hidden states; logits of one token in each row are those of :meth:`last_from_device`.
+        The caller copies the hidden states that a head reads. Without ``every_logit``, the logits are those of :meth:`last_from_device`.
         """
         chunk = Chunk(0, (width,) * count)
         if every_logit:

@@ -101,8 +101,9 @@ class InferenceSession(Uncopyable):
         Description of the decoder, layer by layer, for tools that name layers.
     weights : WeightsSummary, optional
         Storage of the weights, for tools that report it.
-    draft : "ngram", "mtp", "off" or Drafter, optional
-        Default of speculative decoding, for requests without ``draft``: see :meth:`generate`. Off if left out.
+    draft : "ngram", "off" or Drafter, optional
+        Default of speculative decoding, for requests without ``draft``: see :meth:`generate`. Off if left out. For ``"mtp"`` use
+        :meth:`from_model` or :meth:`open`, which open the head.
     prefill_chunk : int
         Most prompt tokens that :meth:`step` runs together with requests that decode (chunked prefill).
     on_close : callable, optional
@@ -667,8 +668,8 @@ class InferenceSession(Uncopyable):
         Raises
         ------
         ConfigError
-            The engine returns the logits of fewer tokens per slot, or does not take trees: a TensorRT engine, or one of a model with
-            recurrent states. Nothing was changed.
+            The engine returns the logits of fewer tokens per slot, or takes no trees: a TensorRT engine that was built without
+            ``draft_tree``, or an engine of a model with recurrent states. Nothing was changed.
         CapacityError, RangeError, ShapeError, LayoutError, BindingError, ClosedError
             Nothing was changed.
 

@@ -23,7 +23,7 @@ from trt_kvcache.session.cursors import Cursor, Cursors, cursors_of, still_holds
 from trt_kvcache.session.draft_plan import DraftPlan
 from trt_kvcache.session.drafted_rows import DraftedRow, DraftedRows
 from trt_kvcache.session.drafts_ahead import AheadPlan, ChosenTokens
-from trt_kvcache.session.model_drafter import EnqueuedDrafts, ModelDrafter, VerifiedDraft
+from trt_kvcache.session.model_drafter import DraftToContinue, EnqueuedDrafts, ModelDrafter
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
 from trt_kvcache.session.step_plan import LogitsWanted, Rows, StepPlan
@@ -73,7 +73,7 @@ class VerifySteps:
     def run(
         self, slots: Sequence[Slot], requests: Sequence[Request], drafts: DraftPlan, *, on_device: bool, ahead: bool, waits: bool
     ) -> tuple[Mapping[int, Sequence[Choice]], VerifiedRows]:
-        """Run tokens and drafts, and choose: ``on_device``, then also one step ahead, or on the host."""
+        """Run tokens and drafts, and choose: on the device if ``on_device``, with the next step enqueued if ``ahead``; else on the host."""
         started = time.perf_counter()
         if on_device:
             verification = Verification(drafts, self._sample(requests, drafts), cursors_of(requests, drafts.plan))
@@ -103,7 +103,7 @@ class VerifySteps:
         assert self._ahead is not None
         drafts = self._ahead.drafts
         rows = [(*row, *drafts.drafts[slot].tokens) if row else () for slot, row in enumerate(plan.rows)]
-        # A request that has ended goes on on the device, where nothing limits it: the next step begins with what the host knows.
+        # On the device a request that has ended continues, for nothing limits it there. The next step begins with what the host knows.
         is_same = all(bool(row) == bool(len(draft)) for row, draft in zip(plan.rows, drafts.drafts, strict=True))
         drafts = drafts._replace(plan=StepPlan.of(rows, LogitsWanted.ALL))
         verification = Verification(drafts, self._ahead.sampled, self._ahead.cursors)
@@ -161,7 +161,7 @@ class VerifySteps:
         return choices, VerifiedRows(drafts.plan, paths, following)
 
     def _room(self, slot: Slot) -> int:
-        """Return the tokens of a draft that a slot can hold."""
+        """Return how many tokens of a draft a slot has room for."""
         return self._batch.max_sequence_length - slot.length - 1
 
     # --- enqueues ---
@@ -174,7 +174,7 @@ class VerifySteps:
 
     def _sample(self, requests: Sequence[Request], drafts: DraftPlan) -> SampledPositions:
         """Enqueue tokens and drafts, and choose on the device at the position of each row: only tokens come to the host. Does not wait."""
-        runner, chunk, enqueued = self._runner, drafts.chunk, drafts.in_flight
+        runner, chunk, enqueued = self._runner, drafts.chunk, drafts.enqueued
         sampler, num_rows = self._sampler_for(chunk), chunk.count * chunk.width
         positions = [
             requests[slot].positions((0, *drafts.drafts[slot].depths)) if drafts.plan.rows[slot] else None
@@ -194,6 +194,7 @@ class VerifySteps:
         placed = self._rows.write(rows, stream=runner.stream)
         place_drafts_kernel(placed, enqueued.in_flight.table, ids, sampler.params, chunk.width, runner.stream)
         runner.run_from_device(chunk)
+        # An enqueue from slot 0 reads the lengths of the cache, not ``starts``; accept_drafts_kernel counts on from ``starts``.
         if not chunk.first:
             runner.cache.memory.copy_rows(placed.starts, runner.cache.kv_cache_lengths, [(0, 0, chunk.count)], stream=runner.stream)
         return sampler.choose_from_device(logits, positions, chunk.width, stream=runner.stream)
@@ -215,7 +216,7 @@ class VerifySteps:
         """Plan the next drafts; None if a request may end, has no draft now or next, or if a slot may lack room."""
         runner, drafts = self._runner, verification.drafts
         running = [*drafts.plan.running()]
-        if drafts.in_flight is None or drafts.chunk.first or runner.has_states:
+        if drafts.enqueued is None or drafts.chunk.first or runner.has_states:
             return None
         verified, lengths = {}, [slot.length for slot in slots]
         for slot in running:
@@ -224,7 +225,7 @@ class VerifySteps:
             limit = min(limit, VERIFY_WIDTH - 1, runner.plan.max_logits_per_slot - 1)
             if not asked or limit < 1 or request.remaining <= asked + 1:
                 return None
-            verified[slot] = VerifiedDraft(request, slots[slot].length, asked, limit)
+            verified[slot] = DraftToContinue(request, slots[slot].length, asked, limit)
             lengths[slot] += asked + 1
             if lengths[slot] + 1 + limit > self._batch.max_sequence_length:
                 return None
@@ -241,9 +242,9 @@ class VerifySteps:
         return None if plan is None else _NextDrafts(drafter, plan, chunk, limits)
 
     def _follow(self, verification: Verification, planned: _NextDrafts) -> Verification:
-        """Enqueue drafts and a verification after tokens that are only on the device. Its turn raises an error of that."""
-        running = range(len(verification.drafts.plan.rows))
-        drafts = [DraftTree.chain([0] * planned.limits.get(slot, 0)) for slot in running]
+        """Enqueue drafts and a verification after tokens that only the device knows. An error is raised when that step is taken."""
+        all_slots = range(len(verification.drafts.plan.rows))
+        drafts = [DraftTree.chain([0] * planned.limits.get(slot, 0)) for slot in all_slots]
         empty = StepPlan.of([()] * len(drafts), LogitsWanted.ALL)
         try:
             enqueued = self._draft_ahead(verification.drafts.chunk, planned)
@@ -291,5 +292,5 @@ def _tokens(choices: Sequence[Choice]) -> list[int]:
 
 
 def _cursor_after(cursor: Cursor, draft: DraftTree, chosen: Sequence[int]) -> Cursor | None:
-    """Return the cursor that the device goes on from; None if it has accepted more than the request takes: it has ended, or fails next."""
+    """Return the cursor from which the device goes on; None if it accepted more than the request takes, which then ends or fails."""
     return cursor.following(len(chosen)) if draft.num_equal(chosen) < len(chosen) else None

@@ -10,7 +10,7 @@ from trt_kvcache.torch_engine.super_block_weight import SuperBlockWeight, joined
 
 
 def joined_matrices(parts: Sequence[PackedMatrix]) -> PackedMatrix | None:
-    """Return matrices of the same input as one, or None if the kernels would take them for different ones."""
+    """Return matrices of the same input as one; None if one launch cannot take them, as their formats differ."""
     groups = [part for part in parts if isinstance(part, PackedWeight)]
     super_blocks = [part for part in parts if isinstance(part, SuperBlockWeight)]
     if groups and super_blocks:

@@ -54,7 +54,7 @@ def stack_of(parts: Sequence[PackedMatrix], count: int) -> PackedStack | None:
 
 
 def _with_scales_of_one_dtype(parts: Sequence[PackedMatrix]) -> Sequence[PackedMatrix]:
-    """Return matrices in groups with scales in float32 if they have several dtypes."""
+    """Return the matrices, with the scales of those in groups converted to float32 if their dtypes differ."""
     if len({part.scales.dtype for part in parts if isinstance(part, PackedWeight)}) < 2:
         return parts
     return [replace(part, scales=part.scales.float()) if isinstance(part, PackedWeight) else part for part in parts]

@@ -11,7 +11,7 @@ import torch
 
 from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.quantized_values import E2M1_VALUES
-from trt_kvcache.kernels.nvfp4_scales import in_kernels, nvfp4_kernel_factor
+from trt_kvcache.kernels.nvfp4_scales import kernel_factors_of, nvfp4_kernel_factor
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_NBYTES, FRAGMENT_OUTPUTS, MIDDLES, groups_of
 from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.base import Memory
@@ -86,7 +86,7 @@ class PackedWeight(PackedMatrix):
 
     def with_factor_of_each_tile(self) -> PackedWeight:
         """Return a matrix in NVFP4 as one of experts, whose factors need not be equal."""
-        both = [self.factor], in_kernels([self.factor], str(self.dtype).removeprefix("torch."))
+        both = [self.factor], kernel_factors_of([self.factor], str(self.dtype).removeprefix("torch."))
         factors, of_kernels = (self.scales.new_tensor(one, dtype=torch.float32).repeat(len(self.values), 1) for one in both)
         return replace(self, factor=None, factors=factors, kernel_factors=of_kernels)
 
@@ -120,7 +120,7 @@ class PackedWeight(PackedMatrix):
 
 
 def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return matrices of the same input with concatenated outputs, or None if the kernels would take them for different ones."""
+    """Return matrices of the same input with concatenated outputs; None if one launch cannot take them, as their formats differ."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -154,7 +154,7 @@ def _of_all(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def times_factor(stored: torch.Tensor, factor: tuple[Any, Any]) -> torch.Tensor:
-    """Return scales of NVFP4 times their factor, or one of each row: those of ``nvfp4_scales``."""
+    """Return scales of NVFP4 times their factor (or times one for each row), as ``nvfp4_scales`` computes them."""
     high, low = factor
     return (stored.double() * high + (stored.float() * low).double()).float()
 

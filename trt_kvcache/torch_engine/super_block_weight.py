@@ -12,7 +12,7 @@ from trt_kvcache._util.in_threads import row_slices
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS, count_tiles
 from trt_kvcache.kernels.packed_tensors import SuperBlockTensors
-from trt_kvcache.kernels.super_block_layout import FACTORS, HIGH_BITS, fragment_nbytes
+from trt_kvcache.kernels.super_block_layout import FACTORS, LARGEST, fragment_nbytes
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.torch_engine.device_view import device_view
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix
@@ -92,13 +92,12 @@ class SuperBlockWeight(PackedMatrix):
 
 def _bound(factors: torch.Tensor, kind: str) -> float:
     """Return a bound of the magnitudes of values; not a finite number if a factor is none."""
-    largest = (128 * 32,) if kind == "q6_k" else (63 * ((16 << HIGH_BITS[kind]) - 1), 63)
-    bounds = factors.double().abs() * torch.tensor(largest, dtype=torch.float64, device=factors.device)
+    bounds = factors.double().abs() * torch.tensor(LARGEST[kind], dtype=torch.float64, device=factors.device)
     return float(bounds.sum(dim=-1).amax())
 
 
 def joined_super_blocks(parts: Sequence[SuperBlockWeight]) -> SuperBlockWeight | None:
-    """Return matrices of the same input with concatenated outputs, or None if the kernels would take them for different ones."""
+    """Return matrices of the same input with concatenated outputs; None if one launch cannot take them, as their formats differ."""
     if len({(part.kind, part.inputs) for part in parts}) > 1 or any(part.outputs % FRAGMENT_OUTPUTS for part in parts[:-1]):
         return None
     return replace(

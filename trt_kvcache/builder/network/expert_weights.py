@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.builder.network.embedding_table import MAX_ELEMENTS
-from trt_kvcache.builder.network.packed_experts import PackedMatrices
+from trt_kvcache.builder.network.packed_matrices import PackedMatrices
 from trt_kvcache.builder.network.weights import LayerWeights
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.errors import BuildError
 from trt_kvcache.model import RoutedMlpConfig
@@ -95,10 +96,10 @@ def _roles(config: RoutedMlpConfig) -> dict[str, tuple[str, ...]]:
 
 def _packed(config: RoutedMlpConfig, weights: LayerWeights, roles: tuple[str, ...], dtype: str) -> PackedMatrices | None:
     """Return some projections of all experts, expert by expert; None if one is not quantized, or the kernels do not know the format."""
-    parts: list[QuantizedWeight] = []
+    parts: list[QuantizedWeight | SuperBlocks] = []
     for expert in range(config.router.num_experts):
         for role in roles:
-            part = weights.quantized(f"expert_{role}.{expert}.weight")
+            part = weights.stored(f"expert_{role}.{expert}.weight")
             if part is None:
                 return None
             parts.append(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trt_kvcache.builder.network.packed_experts import PackedMatrices
+from trt_kvcache.builder.network.packed_matrices import PackedMatrices
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.ops.packed_linear_op import WEIGHT, PackedLinearOp
 
@@ -25,7 +25,7 @@ def packed_products(weights: LayerWeights, dtype: str) -> dict[str, PackedProduc
     """Return the products of a layer whose quantized matrices the kernels know, by role."""
     found = {}
     for role in ROLES:
-        stored = weights.quantized(f"{role}.weight") if weights.has(f"{role}.weight") else None
+        stored = weights.stored(f"{role}.weight") if weights.has(f"{role}.weight") else None
         matrix = None if stored is None else PackedMatrices.of([stored], dtype)
         if stored is not None and matrix is not None:
             outputs, inputs = stored.shape

@@ -7,6 +7,8 @@ import numpy as np
 from trt_kvcache.builder.network.adapter_updates import AdapterUpdates
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.packed_weight import PackedWeight
+from trt_kvcache.checkpoint.quantized.offset_blocks import OffsetBlocks
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import BuildError
@@ -37,6 +39,24 @@ class TensorSource(Protocol):
 
     def quantized_weight(self, name: str) -> QuantizedWeight | None:
         """Return a quantized weight as it is stored, or None if it is not quantized.
+
+        Parameters
+        ----------
+        name : str
+            Its Hugging Face name.
+        """
+
+    def super_blocks(self, name: str) -> SuperBlocks | None:
+        """Return a weight in Q4_K, Q5_K or Q6_K as it is stored, or None if it is in another format.
+
+        Parameters
+        ----------
+        name : str
+            Its Hugging Face name.
+        """
+
+    def offset_blocks(self, name: str) -> OffsetBlocks | None:
+        """Return a weight in Q4_1, Q5_0 or Q5_1 as it is stored, or None if it is in another format.
 
         Parameters
         ----------
@@ -122,9 +142,13 @@ class Weights:
             self(name)  # raises an error if there is such a value
         return packed
 
-    def quantized(self, name: str, rows: slice | list[int]) -> QuantizedWeight | None:
-        """Return rows of a quantized weight as it is stored, or None if it is not quantized."""
-        stored = self._quantized(name)
+    def stored(self, name: str, rows: slice | list[int]) -> QuantizedWeight | SuperBlocks | None:
+        """Return rows of a quantized weight, as it is stored or (Q5_0) as 8-bit integers; None if it is in no format of the kernels."""
+        blocks = self._checkpoint.super_blocks(name)
+        if blocks is not None:
+            return blocks.of_rows([rows])
+        offset = self._checkpoint.offset_blocks(name)
+        stored = self._quantized(name) if offset is None else offset.as_int8()
         return None if stored is None else stored.rows(rows)
 
     def _quantized(self, name: str) -> QuantizedWeight | None:
@@ -164,10 +188,10 @@ class LayerWeights:
         """Return True if the layer has a weight of a role."""
         return role in self._parts
 
-    def quantized(self, role: str) -> QuantizedWeight | None:
-        """Return the matrix of a role as it is stored, or None if it is not quantized."""
+    def stored(self, role: str) -> QuantizedWeight | SuperBlocks | None:
+        """Return the matrix of a role: see :meth:`Weights.stored`."""
         part = self._parts[role]
-        return self._weights.quantized(part.tensor, part.index)
+        return self._weights.stored(part.tensor, part.index)
 
     def matrix(self, role: str) -> np.ndarray[Any, Any] | PackedWeight:
         """Return the matrix of a role, packed if it is quantized."""

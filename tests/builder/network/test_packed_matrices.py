@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from trt_kvcache import HostMemory
-from trt_kvcache.builder.network.packed_experts import PackedMatrices
+from trt_kvcache.builder.network.packed_matrices import PackedMatrices
 from trt_kvcache.checkpoint.quantized.quantized_values import QuantizedValues
+from trt_kvcache.checkpoint.quantized.super_blocks import SUPER_BLOCK_NBYTES, SuperBlocks, factors_of
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.packed_layout import ONE_GROUP
@@ -50,21 +51,21 @@ def weight(
     )
 
 
-def made(*parts: QuantizedWeight, dtype: str = "bfloat16") -> PackedMatrices:
+def made(*parts: QuantizedWeight | SuperBlocks, dtype: str = "bfloat16") -> PackedMatrices:
     packed = PackedMatrices.of(parts, dtype, of_experts=True)
     assert packed is not None
     return packed
 
 
-def values(packed: PackedMatrices, count: int, dtype: str = "bfloat16") -> list[Any]:
+def values(packed: PackedMatrices, count: int, dtype: str = "bfloat16", *, rows: int = ROWS, columns: int = COLUMNS) -> list[Any]:
     """Return the matrices that the kernels read, from inputs as the format describes them, at an offset in their memory."""
     memory = HostMemory()
     stream = memory.create_stream()
-    types = packed.format.input_types(count, ROWS, COLUMNS)
+    types = packed.format.input_types(count, rows, columns)
     assert [(name, one.shape) for name, one in packed.arrays.items()] == [(name, one.shape) for name, one in types.items()]
     before = np.full(64, -1, np.int32)
     tensors = [memory.to_device(np.concatenate([before, packed.arrays[name]]), stream=stream)[len(before) :] for name in types]
-    stack = packed.format.tensors(tensors, count, ROWS, COLUMNS)
+    stack = packed.format.tensors(tensors, count, rows, columns)
     return [stack.on_host(numpy_dtype(dtype), matrix) for matrix in range(count)]
 
 
@@ -118,6 +119,12 @@ def with_scales(scale: float, factor: float, divisor: float = 1.0) -> QuantizedW
     return replace(part, scales=replace(part.scales, stored=stored, factor=float(np.float32(factor)), divisor=divisor))
 
 
+def super_blocks(kind: str, *, rows: int = ROWS, factor: float = 1.0) -> SuperBlocks:
+    stored = np.zeros((rows, SUPER_BLOCK_NBYTES[kind]), np.uint8)
+    factors_of(stored[:, None], kind)[..., :2] = np.array([factor], np.float16).view(np.uint8)
+    return SuperBlocks(kind=kind, stored=stored)
+
+
 #: Formats that the kernels of experts do not know, or that do not fit together.
 REFUSED: dict[str, Any] = {
     "groups of 48": lambda: [weight("int4", width=48)],
@@ -127,6 +134,11 @@ REFUSED: dict[str, Any] = {
     "act-order": lambda: [replace(weight("int4"), group_index=np.arange(COLUMNS, dtype=np.int32)[::-1] // 32)],
     "factors": lambda: [replace(weight("int4"), input_factor=np.ones(COLUMNS, np.float32))],
     "kinds": lambda: [weight("int4"), weight("int8")],
+    "super-blocks beside others": lambda: [super_blocks("Q4_K"), weight("int4")],
+    "kinds of super-blocks": lambda: [super_blocks("Q4_K"), super_blocks("Q6_K")],
+    "super-blocks of no whole tiles": lambda: [super_blocks("Q4_K", rows=24), super_blocks("Q4_K")],
+    "super-blocks that float16 cannot hold": lambda: [super_blocks("Q6_K", factor=16.0)],
+    "super-blocks without a number": lambda: [super_blocks("Q4_K", factor=np.nan)],
     "groups": lambda: [weight("int4"), weight("int4", width=64)],
     "no whole tiles": lambda: [weight("int4").rows(slice(0, 24)), weight("int4")],
     "NaN": lambda: [replace(weight("e4m3"), quantized_values=nan_values())],

@@ -1,11 +1,11 @@
-"""Quantized weights of experts in the layout of the kernels, as bytes that an operation takes: see ``PackedFormat``.
+"""``PackedMatrices``: quantized weights in the layout of the kernels, as bytes that an operation takes: see ``PackedFormat``.
 
 What the kernels compute from them are the dequantized weights, rounded once, as in the PyTorch engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,22 +13,22 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.builder.network.packed_arrays import in_tiles, pack_values
+from trt_kvcache.builder.network.super_block_arrays import super_block_arrays
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.linear_kernels import INPUT_GRANULE
 from trt_kvcache.kernels.linear_tiles import NVFP4_SCALES, PACKED_BITS
-from trt_kvcache.kernels.nvfp4_scales import NVFP4_GROUP, NVFP4_LIMIT, in_kernels, nvfp4_factor
+from trt_kvcache.kernels.nvfp4_scales import NVFP4_GROUP, NVFP4_LIMIT, kernel_factors_of, nvfp4_factor
 from trt_kvcache.kernels.packed_layout import (
-    FRAGMENT_INPUTS,
-    FRAGMENT_NBYTES,
     FRAGMENT_OUTPUTS,
     HALF_INPUTS,
     MIDDLES,
     NVFP4_GROUPS,
     ONE_GROUP,
     count_groups,
-    count_tiles,
 )
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES as SCALE_DTYPES_OF
 from trt_kvcache.ops.packed_format import KINDS, SCALE_DTYPES, PackedFormat
@@ -38,6 +38,9 @@ Array = npt.NDArray[Any]
 #: By kind of quantized value: packed kind, and what is added to values and zero points.
 _KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128), "e2m1": ("e2m1", 0), "e4m3": ("e4m3", 0)}
 _RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6), "e4m3": (-448, 448)}
+
+#: Largest finite number, by dtype.
+_LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.FEp127")}
 
 #: Bits of a NaN of e4m3 without its sign, which kernels for older GPUs take for a number.
 _NAN = 0x7F
@@ -51,12 +54,31 @@ class PackedMatrices:
     arrays: dict[str, Array]  # int32 [n]: values, scales and, if there are some, zero points or factors
 
     @classmethod
-    def of(cls, parts: Sequence[QuantizedWeight], dtype: str, *, of_experts: bool = False) -> PackedMatrices | None:
+    def of(cls, parts: Sequence[QuantizedWeight | SuperBlocks], dtype: str, *, of_experts: bool = False) -> PackedMatrices | None:
         """Return matrices for rows of a dtype; None if the kernels do not know their format, or their formats differ.
 
         Only those ``of_experts`` may be in NVFP4.
         """
-        found = [_packed(part, dtype) for part in parts] if dtype in ELEMENT_TYPES else []
+        if dtype not in ELEMENT_TYPES:
+            return None
+        groups = [part for part in parts if isinstance(part, QuantizedWeight)]
+        super_blocks = [part for part in parts if isinstance(part, SuperBlocks)]
+        if groups and super_blocks:
+            return None
+        return cls._of_groups(groups, dtype, of_experts=of_experts) if groups else cls._of_super_blocks(super_blocks, dtype)
+
+    @classmethod
+    def _of_super_blocks(cls, parts: Sequence[SuperBlocks], dtype: str) -> PackedMatrices | None:
+        found = [super_block_arrays(part, _LARGEST[dtype]) for part in parts]
+        arrays, kinds = [one for one in found if one is not None], {part.kind.lower() for part in parts}
+        if len(arrays) < len(found) or len(kinds) > 1 or not _are_whole_tiles([part.shape[0] for part in parts]):
+            return None
+        joined = {name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}
+        return cls(PackedFormat(kind=KINDS.index(kinds.pop()) + 1, group_shift=0, scales=0), _as_int32(joined))
+
+    @classmethod
+    def _of_groups(cls, parts: Sequence[QuantizedWeight], dtype: str, *, of_experts: bool) -> PackedMatrices | None:
+        found = [_packed(part, dtype) for part in parts]
         packed = [one for one in found if one is not None]
         if not packed or len(packed) < len(found) or len({(one.kind, one.shift, one.values.shape[1]) for one in packed}) > 1:
             return None
@@ -64,12 +86,12 @@ class PackedMatrices:
         if factors and not of_experts:
             return None
         kind, outputs = packed[0].kind, [len(one.scales) for one in packed]
-        if len(packed) > 1 and any(count % FRAGMENT_OUTPUTS for count in outputs):
+        if not _are_whole_tiles(outputs):
             return None
         names = {one.scales.dtype.name for one in packed}
         scales_dtype = names.pop() if len(names) == 1 else "float32"
         groups = count_groups(parts[0].shape[1], packed[0].shift)
-        scales = np.concatenate([_in_tiles(one.scales.astype(numpy_dtype(scales_dtype)), groups) for one in packed])
+        scales = np.concatenate([in_tiles(one.scales.astype(numpy_dtype(scales_dtype)), groups) for one in packed])
         firsts = scales[:, :, :1, :1]
         is_shared = kind == "e4m3" and not any(count % FRAGMENT_OUTPUTS for count in outputs) and bool((scales == firsts).all())
         has_zero_points = any(one.zero_points is not None for one in packed)
@@ -78,10 +100,10 @@ class PackedMatrices:
             "scales": np.repeat(firsts, 2, axis=3) if is_shared else scales,
         }
         if has_zero_points:
-            arrays["zero_points"] = np.concatenate([_in_tiles(one.all_zero_points(), groups) for one in packed])
+            arrays["zero_points"] = np.concatenate([in_tiles(one.all_zero_points(), groups) for one in packed])
         if factors:
             exact, tiles = [factor for factor, _ in factors], [count for _, count in factors]
-            both = np.array(exact, np.float32), in_kernels(exact, dtype)
+            both = np.array(exact, np.float32), kernel_factors_of(exact, dtype)
             arrays["factors"] = np.concatenate([np.repeat(one, tiles, axis=0) for one in both])
         format_ = PackedFormat(
             kind=KINDS.index(kind) + 1,
@@ -90,7 +112,16 @@ class PackedMatrices:
             shared_scales=int(is_shared),
             zero_points=int(has_zero_points),
         )
-        return cls(format_, {name: np.ascontiguousarray(array).reshape(-1).view(np.int32) for name, array in arrays.items()})
+        return cls(format_, _as_int32(arrays))
+
+
+def _are_whole_tiles(outputs: Sequence[int]) -> bool:
+    """Return True if matrices of these numbers of outputs can follow one another."""
+    return len(outputs) == 1 or not any(count % FRAGMENT_OUTPUTS for count in outputs)
+
+
+def _as_int32(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: np.ascontiguousarray(array).reshape(-1).view(np.int32) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,29 +172,6 @@ def _packed_nvfp4(weight: QuantizedWeight, dtype: str) -> _Packed | None:
         return None
     stored = replace(weight, scales=replace(scales, factor=1.0, divisor=1.0)).scales_of_rows().astype(scales.stored.dtype)
     return _Packed("e2m1", NVFP4_GROUPS, pack_values(weight.unpacked(), "e2m1"), stored, None, factor)
-
-
-def pack_values(values: Array, kind: str) -> npt.NDArray[np.uint8]:
-    """Return quantized values ``[outputs, inputs]`` (int4: 0 to 15; int8; bits of floats) as bytes ``[tiles, fragments * bytes]``."""
-    outputs, inputs = values.shape
-    tiles, fragments = count_tiles(outputs), -(-inputs // FRAGMENT_INPUTS)
-    whole = np.zeros((tiles * FRAGMENT_OUTPUTS, fragments * FRAGMENT_INPUTS), np.uint8)
-    whole[:outputs, :inputs] = np.ascontiguousarray(values).view(np.uint8)
-    if PACKED_BITS[kind] == 8:
-        stored = whole.reshape(tiles, 2, 8, fragments, 2, 4, 8).transpose(0, 3, 4, 2, 5, 1, 6)
-    else:
-        split = whole.reshape(tiles, 2, 8, fragments, 2, 4, 2, 2, 2)
-        stored = (split[..., 0, :] | split[..., 1, :] << np.uint8(4)).transpose(0, 3, 2, 5, 1, 4, 7, 6)
-    return np.ascontiguousarray(stored).reshape(tiles, fragments * FRAGMENT_NBYTES[kind])
-
-
-def _in_tiles(of_rows: Array, groups: int) -> Array:
-    """Return scales or zero points ``[outputs, groups]`` as ``[tiles, groups, 8, 2]``; ``groups``: with those of padding."""
-    tiles = count_tiles(len(of_rows))
-    whole = np.zeros((tiles * FRAGMENT_OUTPUTS, groups), of_rows.dtype)
-    whole[: len(of_rows), : of_rows.shape[1]] = of_rows
-    in_tiles: Array = whole.reshape(tiles, 2, FRAGMENT_OUTPUTS // 2, groups).transpose(0, 3, 2, 1)
-    return in_tiles
 
 
 def _group_shift(width: int, groups: int) -> int | None:
