@@ -142,6 +142,33 @@ def test_hidden_states_of_models_with_other_weights(opens: Open, folder: Path, h
     assert abs(expected - other).max() > 1e-3 * abs(expected).max()
 
 
+def test_an_interrupted_compaction_leaves_each_slot_its_hidden_states(opens: Open, folder: Path, head: Path, monkeypatch: Any) -> None:
+    """The next step compacts again."""
+    session, plain = opens(head), opens(head, max_batch_size=1)
+    for prompt, count in zip(PROMPTS[:3], (3, 20, 20), strict=False):
+        session.submit(prompt, max_new_tokens=count, ignore_eos=True, draft="off")
+    batch, runner = session._batch, session._runner
+    compact, apply = batch.compact, runner.apply
+
+    def interrupted(mapping: Sequence[int]) -> None:
+        monkeypatch.setattr(batch, "compact", compact)
+        monkeypatch.setattr(runner, "apply", interrupt)
+        compact(mapping)
+
+    def interrupt(slots: Any) -> None:
+        monkeypatch.setattr(runner, "apply", apply)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "compact", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        drain(session)
+    session.step()
+    assert session.cache.active_batch_size == 2
+    for slot in range(2):
+        tokens = list(session.tokens(slot))
+        assert_close(hidden_rows(session, slot, len(tokens)), states_of(plain, tokens))
+
+
 class CheckedHead:
     """Watches the head of a session of one slot, and compares its logits with those in float64."""
 

@@ -46,6 +46,15 @@ def test_equal_prompts_run_once():
     check(session, handles, [PROMPT] * 3, params)
 
 
+def test_equal_prompts_around_a_longer_one():
+    """The last one waits for the first; the longer one has a token where it has none."""
+    session = make(slots=3)
+    prompts, params = [PROMPT, [4, *PROMPT, 3], PROMPT], [sampled(3, seed) for seed in range(3)]
+    handles = [session.submit(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    check(session, handles, prompts, params)
+    assert [handle.reused_tokens for handle in handles] == [0, 0, len(PROMPT)]
+
+
 def test_a_later_request_takes_what_a_running_one_holds():
     session = make(slots=2)
     params = [sampled(6), sampled(3, 4)]

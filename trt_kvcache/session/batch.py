@@ -182,13 +182,19 @@ class Batch:
         Cannot be undone: rows of a dropped slot may be overwritten.
         """
         kept = sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)
-        slots = self._runner.slots
+        slots, hidden = self._runner.slots, self._runner.hidden_states
+        places = [] if hidden is None else hidden.places
         self._runner.overwrite_states()
         self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._runner.stream)
-        if self._runner.hidden_states is not None:
-            self._runner.hidden_states.compact(mapping)
-        self._runner.use_adapters([slots[slot].adapter for _, slot in kept])
-        self._runner.apply([slots[slot] for _, slot in kept])
+        try:
+            if hidden is not None:
+                hidden.compact(mapping)
+            self._runner.use_adapters([slots[slot].adapter for _, slot in kept])
+            self._runner.apply([slots[slot] for _, slot in kept])
+        except BaseException:
+            if hidden is not None and self._runner.slots is slots:  # interrupted: the slots stay, and so do their hidden states
+                hidden.places = places
+            raise
 
     # --- sequences ---
 

@@ -29,7 +29,8 @@ class HiddenStates:
         self._step = rows
         self._positions = cache.lengths.max_sequence_length
         # Slots move by name: no row is copied in a compaction.
-        self._places = list(range(cache.max_batch_size))
+        #: By slot, where its rows are in the table.
+        self.places = list(range(cache.max_batch_size))
         shape, dtype, slots = (cache.max_batch_size * self._positions, width), rows.table.dtype, (cache.max_batch_size,)
         stream = rows.memory.create_stream()
         with ExitStack() as undo:
@@ -51,13 +52,13 @@ class HiddenStates:
 
     def rows(self, slot: int, first: int, end: int) -> DeviceTensor:
         """Return the rows ``[end - first, width]`` of a slot from a position on, as a view."""
-        start = self._places[slot] * self._positions
+        start = self.places[slot] * self._positions
         return self._table[start + first : start + end]
 
     def store(self, starts: Sequence[int], chunk: Chunk, *, stream: Any) -> None:
         """Store the rows of the last enqueue, which began at ``starts``."""
         moves = [
-            (self._places[slot] * self._positions + start, index * chunk.width, min(chunk.width, self._positions - start))
+            (self.places[slot] * self._positions + start, index * chunk.width, min(chunk.width, self._positions - start))
             for index, (slot, start) in enumerate(zip(_slots(chunk), starts, strict=True))
         ]
         self._step.memory.copy_rows(self._table, self._step.table, moves, stream=stream)
@@ -69,12 +70,12 @@ class HiddenStates:
 
     def store_from(self, starts: DeviceTensor, chunk: Chunk, *, stream: Any) -> None:
         """Store the rows of the last enqueue, of the first slots, which began where only the device knows. All of them have room."""
-        if self._places != self._uploaded:
+        if self.places != self._uploaded:
             # Slots have moved since the last upload, which a step ahead that was dropped may still do. That before it is done.
             self._staging.reverse()
-            self._staging[0][...] = self._places
+            self._staging[0][...] = self.places
             self._step.memory.upload(self._places_on_device, self._staging[0], stream=stream)
-            self._uploaded = list(self._places)
+            self._uploaded = list(self.places)
         grid = chunk.count, chunk.width
         places, table = self._places_on_device, self._step.table
         copy_slot_rows_kernel(self._table, places, self._positions, starts, table, chunk.width, None, grid, stream)
@@ -84,7 +85,7 @@ class HiddenStates:
         moves = [
             (first + place, first + index, 1)
             for slot, (start, path) in enumerate(zip(starts, paths, strict=True))
-            for first in (self._places[slot] * self._positions + start,)
+            for first in (self.places[slot] * self._positions + start,)
             for place, index in enumerate(path)
             if place != index
         ]
@@ -92,14 +93,14 @@ class HiddenStates:
 
     def copy(self, source: int, slot: int, length: int, *, stream: Any) -> None:
         """Copy the first rows of a slot to another one."""
-        to, first = (self._places[place] * self._positions for place in (slot, source))
+        to, first = (self.places[place] * self._positions for place in (slot, source))
         self._step.memory.copy_rows(self._table, self._table, [(to, first, length)], stream=stream)
 
     def compact(self, mapping: Sequence[int]) -> None:
         """Move slots to their new places, -1 to drop."""
-        kept = {new: self._places[slot] for slot, new in enumerate(mapping) if new >= 0}
-        free = iter(sorted(set(self._places) - set(kept.values())))
-        self._places = [kept[slot] if slot in kept else next(free) for slot in range(len(self._places))]
+        kept = {new: self.places[slot] for slot, new in enumerate(mapping) if new >= 0}
+        free = iter(sorted(set(self.places) - set(kept.values())))
+        self.places = [kept[slot] if slot in kept else next(free) for slot in range(len(self.places))]
 
     def close(self) -> None:
         """Release the rows. Idempotent."""

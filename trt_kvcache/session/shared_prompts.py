@@ -41,7 +41,7 @@ class SharedPrompts:
             if source is queued or outcome.progress[other].shared or source.is_scored or state not in ("prefilling", "decoding"):
                 continue
             theirs = source.row if state == "prefilling" else source.row[: held[other]]
-            if len(theirs) <= best or theirs[best] != row[best]:
+            if min(len(theirs), len(row)) <= best or theirs[best] != row[best]:
                 continue
             length = common_prefix(row, theirs)
             if length == len(row) and (state == "decoding" or length < len(theirs)):
