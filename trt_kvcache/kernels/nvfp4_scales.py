@@ -42,8 +42,9 @@ def nvfp4_factor(factor: float, divisor: float, dtype: str) -> tuple[float, floa
     A divisor becomes the sum of two float32 that is its inverse to 48 bits.
     """
     inverse = 1.0 / divisor
-    high = float(np.float32(inverse))
-    found = float(np.float32(high * factor)), float(np.float32((inverse - high) * factor))
+    with np.errstate(over="ignore", invalid="ignore"):
+        high = float(np.float32(inverse))
+        found = float(np.float32(high * factor)), float(np.float32((inverse - high) * factor))
     if not _SMALLEST < found[0] < NVFP4_LIMIT or nvfp4_kernel_factor(found, dtype) is None:
         return None
     expected = NVFP4_SCALES_FROM_ZERO.astype(np.float32) / np.float32(divisor) * np.float32(factor)

@@ -97,12 +97,14 @@ def test_tensors_that_are_refused(made: Made, case: str, edit: Callable[[Tensors
         ("compressed-int4", "weight_shape", np.array([32, 31]), r"weight_shape: expected \[32, 32\], got \[32, 31\]"),
         ("compressed-int4-order", "weight_g_idx", np.full(32, 4, np.int32), "weight_g_idx: expected groups from 0 to 3, got 4 to 4"),
         ("compressed-nvfp4", "weight_global_scale", np.zeros(1, np.float32), "weight_global_scale: expected a finite number > 0, got 0"),
+        ("modelopt-nvfp4", "weight_scale_2", np.array(-0.5, np.float32), "weight_scale_2: expected a finite number >= 0, got -0.5"),
+        ("modelopt-nvfp4", "weight_scale_2", np.array(np.inf, np.float32), "weight_scale_2: expected a finite number >= 0, got inf"),
         ("mxfp4", "weight_scales", np.full((96, 1), 255, np.uint8), "expected finite values of"),
     ],
 )
 def test_values_that_are_refused(made: Made, case: str, name: str, value: Any, message: str) -> None:
     folder = made(case)
-    edit_tensors(folder.path, lambda tensors: tensors.update({f"{MODULE}.{name}": value[: len(tensors[f"{MODULE}.{name}"])]}))
+    edit_tensors(folder.path, lambda tensors: tensors.update({f"{MODULE}.{name}": np.resize(value, tensors[f"{MODULE}.{name}"].shape)}))
     if case == "mxfp4":
         edit_tensors(folder.path, lambda tensors: tensors[f"{MODULE}.{name}"].fill(255))
     with folder.open() as checkpoint, pytest.raises(CheckpointError, match=message):

@@ -89,7 +89,10 @@ class ModelOpt(QuantizedFormat):
             scales = Scales(stored=arrays["weight_scale"].reshape(1, 1), block=shape)
         elif "NVFP4" in algorithm:
             values = QuantizedValues(stored=arrays["weight"], kind="e2m1", shape=shape)
-            scales = Scales(stored=arrays["weight_scale"], block=(1, _NVFP4_GROUP), factor=constant(arrays["weight_scale_2"]))
+            scale = constant(arrays["weight_scale_2"])
+            if not 0 <= scale < np.inf:  # 0 of a matrix of zeros
+                raise ConfigError(f"{module}.weight_scale_2: expected a finite number >= 0, got {scale}.")
+            scales = Scales(stored=arrays["weight_scale"], block=(1, _NVFP4_GROUP), factor=scale)
         else:
             values = QuantizedValues(stored=arrays["weight"], kind="int4", shape=shape, packed_axis="rows")
             scales = Scales(stored=arrays["weight_scale"], block=(1, self._int4_group(module, group_size)))
