@@ -29,6 +29,9 @@ BEGIN, END = "<!-- formats: docs/formats_table.py -->", "<!-- end of formats -->
 #: The first compute capability of TensorRT for RTX; types without an own first one start there.
 LOWEST = "7.5"
 
+#: The first compute capability with plugin layers.
+PLUGIN_LAYERS = (8, 0)
+
 #: Names of TensorRT's types.
 TITLES = {"int4": "INT4", "int8": "INT8", "float8_e4m3fn": "FP8", "float4_e2m1fn": "FP4"}
 
@@ -51,9 +54,9 @@ def table() -> str:
     for name, method, kinds in rows:
         types = " | ".join(_types(kinds, capability) or "no" for capability in capabilities)
         lines.append(f"| {name} | {method} | yes | {types} |")
-    in_16_bits = " | ".join(["16 bits"] * len(capabilities))
-    in_torch = ", ".join((*SUPER_BLOCK_NBYTES, *MIDDLES))
-    lines.append(f"| {GGUF.name} {in_torch} | a `.gguf` file | yes; packed by PyTorch on a GPU only | {in_16_bits} |")
+    in_layers = " | ".join("16 bits, or packed in plugin layers" if _number(one) >= PLUGIN_LAYERS else "16 bits" for one in capabilities)
+    of_kernels = ", ".join((*SUPER_BLOCK_NBYTES, *MIDDLES))
+    lines.append(f"| {GGUF.name} {of_kernels} | a `.gguf` file | yes; packed by PyTorch on a GPU | {in_layers} |")
     return "\n".join(lines)
 
 

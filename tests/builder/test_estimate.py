@@ -1,6 +1,7 @@
 """``estimate_build``: exact where it can be, near real builds elsewhere, and the refusals of a build."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.errors import CheckpointError, ConfigError
 from trt_kvcache.memory.shapes import align_up
+from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 #: Bytes of libraries and files in memory after a build where peaks were fitted. Another system maps more pages at once: 195 MB was seen.
 MAPPED = 127_000_000
@@ -44,6 +46,31 @@ def test_the_cache_is_that_of_the_engine(tmp_path: Path) -> None:
     with Checkpoint.open(model) as checkpoint:
         cache = ResolvedOptions.of_model(BuildOptions(**SIZES), checkpoint.config).cache_for(checkpoint.config)
     assert estimate_build(model, **SIZES).cache_nbytes == cache.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_super_blocks_in_plugin_layers_have_their_stored_size(tmp_path: Path) -> None:
+    """Of products only with ``packed_kernels``, of experts always. Q5_0 takes the bytes of Q8_0."""
+    pytest.importorskip("gguf")
+    from tests.helpers.gguf_experts import write_gguf_experts
+    from tests.helpers.gguf_files import write_q4_k_m
+
+    def saved(path: Path, part: str, bits: dict[str, float]) -> int:
+        """Return by how much fewer bytes the matrices have whose names contain ``part``."""
+        with Checkpoint.open(path) as checkpoint:
+            shapes = {name: shape for name, shape in tensor_shapes(checkpoint.config).items() if part in name and len(shape) == 2}
+            types = {name: checkpoint.block_type(name) for name in shapes}
+        return round(sum(math.prod(shape) * (2 - bits[str(types[name])] / 8) for name, shape in shapes.items() if types[name] in bits))
+
+    bits = {"Q4_K": 4.5, "Q6_K": 6.5625, "Q5_0": 8.5}
+    options: dict[str, Any] = {"dtype": "bfloat16", "attention": "plugin", "max_batch_size": 2, "max_sequence_length": 64}
+    write_q4_k_m(tmp_path / "dense", {"k_proj": "Q5_0"})
+    plain, packed = (estimate_build(tmp_path / "dense", **options, packed_kernels=one).weights_nbytes for one in (False, True))
+    assert plain - packed == saved(tmp_path / "dense", "layers", bits) > 0
+    types = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q6_K"}
+    path, in_16_bits = write_gguf_experts(tmp_path / "packed", types), write_gguf_experts(tmp_path / "plain", {"exps": "BF16"})
+    plain, packed = (estimate_build(one, **options).weights_nbytes for one in (in_16_bits, path))
+    assert plain - packed == saved(path, ".experts.", bits) > 0
 
 
 def test_sizes_have_the_defaults_of_a_build() -> None:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from trt_kvcache.builder.capable_gpus import have_fp4
 from trt_kvcache.builder.checked_build import CheckedBuild, checked_build
 from trt_kvcache.builder.engine_weights import EngineWeights, PackedBytes
+from trt_kvcache.builder.network.packed_products import product_tensors
 from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES, NATIVE_TYPES
 from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
 from trt_kvcache.builder.options import BuildKeywords, BuildOptions, takes_build_options
 from trt_kvcache.builder.resolved_options import ResolvedOptions
+from trt_kvcache.builder.torch_memory import BLOCK_BITS
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
@@ -156,7 +158,8 @@ def estimate_checked(checked: CheckedBuild) -> BuildEstimate:
     options = checked.options
     has_fp4 = have_fp4(options.compute_capabilities, is_rtx=options.flavour != "tensorrt")
     head = None if checked.draft_head is None else checked.draft_head.checkpoint
-    return PackedModel.of(checked.checkpoint, has_fp4=has_fp4, head=head).estimate(options, checked.cache)
+    source = PackedModel.of(checked.checkpoint, has_fp4=has_fp4, packed_kernels=options.packed_kernels, head=head)
+    return source.estimate(options, checked.cache)
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class PackedModel:
     head: PackedModel | None = None  # its draft head
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, has_fp4: bool, head: Checkpoint | None = None) -> PackedModel:
+    def of(cls, checkpoint: Checkpoint, *, has_fp4: bool, packed_kernels: bool = False, head: Checkpoint | None = None) -> PackedModel:
         """Read a checkpoint, and that of its draft head; no weights are read. Without FP4, its weights take the bytes of int8."""
         shapes = tensor_shapes(checkpoint.config)
         types = CONSTANT_TYPES | (NATIVE_TYPES if has_fp4 else {})
@@ -178,6 +181,10 @@ class PackedModel:
                 is_expert = name in experts
                 widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not has_fp4 and not is_expert else 0
                 packed[name] = PackedBytes(checkpoint.nbytes_of(name) + widened, BYTES if is_expert else types[kind])
+        for name in experts | (product_tensors(checkpoint.config) if packed_kernels else set()):
+            block = checkpoint.block_type(name)
+            if block in BLOCK_BITS:
+                packed[name] = PackedBytes(round(math.prod(shapes[name]) * BLOCK_BITS[block] / 8), BYTES)
         if head is None:
             return cls(checkpoint.config, packed)
         of_head = PackedModel.of(head, has_fp4=has_fp4)

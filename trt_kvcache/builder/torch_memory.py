@@ -24,8 +24,8 @@ from trt_kvcache.model.weight_parts import exact_tensors, expert_tensors
 #: Kinds of quantized values that the engine keeps packed, and the largest share that its layout adds to them.
 _PACKED_KINDS, _PADDING = frozenset({"int4", "uint4", "int8", "uint8", "e4m3"}), 0.03
 
-#: Bits of a weight in blocks of GGUF that it keeps packed: as in the file, and those of int8 for Q5_0.
-_BLOCK_BITS = {"Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625, "Q5_0": 8.5}
+#: Bits of a weight in blocks of GGUF that the kernels of this package read packed: as in the file, and those of int8 for Q5_0.
+BLOCK_BITS = {"Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625, "Q5_0": 8.5}
 
 #: FP4 is kept packed in these formats, by their titles; in the second one not in matrices with factors of inputs.
 _MXFP4, _NVFP4, _FACTORS = "MXFP4", "NVFP4", "AWQ"
@@ -70,7 +70,7 @@ class TorchMemory:
         on_host = frozenset({PER_LAYER_EMBEDDING} if has_host_table else ())
         shapes, types = tensor_shapes(checkpoint.config), {name: checkpoint.block_type(name) for name in matrices}
         sizes: dict[str, float] = {name: checkpoint.nbytes_of(name) for name in packed}
-        sizes |= {name: math.prod(shapes[name]) * _BLOCK_BITS[kind] / 8 for name, kind in types.items() if kind in _BLOCK_BITS}
+        sizes |= {name: math.prod(shapes[name]) * BLOCK_BITS[kind] / 8 for name, kind in types.items() if kind in BLOCK_BITS}
         return cls(checkpoint.config, sizes, adapters, on_host, None if head is None else cls.of(head))
 
     def rounded(self, quantize: str) -> TorchMemory:

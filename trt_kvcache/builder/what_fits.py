@@ -163,8 +163,9 @@ def what_fits(
             if has_host_table or not is_built:
                 in_torch = TorchMemory.of(checkpoint, adapters_rank=adapters_rank, has_host_table=has_host_table, head=head)
         static = _static_kv(checkpoint)
-        format_ = stored.format if checkpoint.quantized_names else model.dtype  # builds dequantize super-blocks of GGUF
-        if in_torch is not None and any(checkpoint.block_type(name) is not None for name in in_torch.packed):
+        format_ = stored.format if checkpoint.quantized_names else model.dtype
+        packed = source.packed if in_torch is None else in_torch.packed
+        if any(checkpoint.block_type(name) is not None for name in packed):
             format_ = "GGUF"
     if in_torch is not None:
         length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length

@@ -715,10 +715,11 @@ def _read_config(folder: Path, read: Callable[..., ModelConfig]) -> tuple[ModelC
 
 
 def _dequantized(config: ModelConfig, gguf: GGUFWeights) -> str:
-    kinds, in_torch = sorted(set(gguf.dequantized.values())), ", ".join((*SUPER_BLOCK_NBYTES, *MIDDLES))
+    kinds, of_kernels = sorted(set(gguf.dequantized.values())), ", ".join((*SUPER_BLOCK_NBYTES, *MIDDLES))
     return (
         f"{gguf.path}: {len(gguf.dequantized)} tensor(s) in {' and '.join(kinds)} are dequantized when they are read, to "
-        f"{config.dtype} or the dtype that is asked for, unless PyTorch on a GPU keeps them packed ({in_torch}). "
+        f"{config.dtype} or the dtype that is asked for, unless PyTorch on a GPU, or a plugin layer of TensorRT (experts, "
+        f"and with --packed-kernels others), keeps them packed ({of_kernels}). "
         "TensorRT engines keep Q8_0, Q4_0 and MXFP4 packed, and so does PyTorch on a GPU."
     )
 

@@ -182,6 +182,25 @@ def test_experts_in_nvfp4_keep_their_factors(rtx, tmp_path):
     assert b"CustomOperation" in build(network)
 
 
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_experts_of_gguf_stay_in_their_super_blocks(rtx, tmp_path):
+    pytest.importorskip("gguf")
+    from tests.helpers.gguf_experts import write_gguf_experts
+
+    path = write_gguf_experts(tmp_path, {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q6_K"})
+    network = define_with_plugin_layers(rtx, path, dtype="bfloat16")
+    experts = [one.plugin.fields.attributes for one in network.plugins if one.plugin.plugin_name == "CustomOperation"]
+    assert {(one["up_kind"], one["down_kind"]) for one in experts} == {(5, 7)}
+    stored = {name.rpartition(".")[2] for name in network.constants if ".0.mlp/experts" in name}
+    assert stored == {"router"} | {f"{prefix}_{part}" for prefix in ("up", "down") for part in ("values", "scales", "factors")}
+    assert b"experts" in build(network)
+
+
+def products_of(network):
+    """Return the plugin layers of packed products, by name."""
+    return {one.name: one for one in network.plugins if one.plugin.plugin_name == "CustomOperation"}
+
+
 def awq_model(folder):
     """Return a model whose matrices have zero points, in groups that the kernels know."""
     source = write_model(folder / "dense", hidden_size=64, head_dim=64, intermediate_size=96, num_hidden_layers=2)
@@ -209,6 +228,25 @@ class TestPackedKernels:
     def test_they_build(self, rtx, tmp_path):
         plan = build(define_with_plugin_layers(rtx, awq_model(tmp_path), packed_kernels=True, dtype="bfloat16"))
         assert (b"packed_linear" in plan, b"KVCacheAttention" in plan) == (True, True)
+
+    @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+    def test_matrices_of_gguf_compute_what_they_do_in_16_bits(self, rtx, tmp_path):
+        """In super-blocks of each type, and Q5_0, which has 8 bits there."""
+        pytest.importorskip("gguf")
+        from tests.helpers.gguf_files import write_q4_k_m
+
+        write_q4_k_m(tmp_path / "model", {"q_proj": "Q5_K", "k_proj": "Q5_0"})
+        random = np.random.default_rng(1)
+        tokens, padding = (random.integers(0, 37, (MAX_BATCH_SIZE, width)) for width in (24, MAX_PREFILL_LENGTH))
+        found = {}
+        for packed_kernels in (False, True):
+            network = define_with_plugin_layers(rtx, tmp_path / "model", dtype="bfloat16", packed_kernels=packed_kernels)
+            found[packed_kernels] = run(OnePlan(network), tokens, padding)
+        kinds = {name: one.plugin.fields.attributes["weight_kind"] for name, one in products_of(network).items()}
+        assert {role: kinds[f"model.layers.0.{role}/packed_linear"] for role in ("q", "k", "v", "up")} == {"q": 6, "k": 2, "v": 7, "up": 5}
+        for step, expected in zip(found[True], found[False], strict=True):
+            assert_near(step, expected, 0.03)
+        assert b"packed_linear" in build(network)
 
     def test_a_model_without_packed_weights_is_refused(self, rtx):
         with raises(ConfigError, "packed_kernels", "packed weights in a format of the kernels", "none"):

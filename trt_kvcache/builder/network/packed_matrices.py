@@ -167,7 +167,8 @@ def _packed_nvfp4(weight: QuantizedWeight, dtype: str) -> _Packed | None:
     """Return a matrix in NVFP4; None if the kernels would compute other weights, or ``dtype`` cannot hold them."""
     scales = weight.scales
     factor = nvfp4_factor(scales.factor, scales.divisor, dtype) if scales.block == (1, NVFP4_GROUP) else None
-    exact = weight.scales_of_rows()
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = weight.scales_of_rows()
     if factor is None or not np.abs(exact).max() < NVFP4_LIMIT or not _can_hold(dtype, "e2m1", exact, None):
         return None
     stored = replace(weight, scales=replace(scales, factor=1.0, divisor=1.0)).scales_of_rows().astype(scales.stored.dtype)

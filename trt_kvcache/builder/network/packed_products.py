@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from trt_kvcache.builder.network.packed_matrices import PackedMatrices
 from trt_kvcache.builder.network.weights import LayerWeights
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.weight_parts import layer_parts
 from trt_kvcache.ops.packed_linear_op import WEIGHT, PackedLinearOp
 
 #: The linear layers of attention and MLPs.
@@ -19,6 +21,12 @@ class PackedProduct:
     op: PackedLinearOp
     inputs: int
     matrix: PackedMatrices
+
+
+def product_tensors(model: ModelConfig) -> set[str]:
+    """Return the names of the tensors that have such matrices."""
+    roles = {f"{role}.weight" for role in ROLES}
+    return {part.tensor for layer in range(model.num_layers) for role, part in layer_parts(model, layer).items() if role in roles}
 
 
 def packed_products(weights: LayerWeights, dtype: str) -> dict[str, PackedProduct]:
