@@ -28,6 +28,15 @@ ONE_GROUP, NVFP4_GROUPS = 30, -1
 #: The zero point of weights that have none: int4 is stored as 0 to 15.
 MIDDLES = {"int4": 8, "int8": 0, "e2m1": 0, "e4m3": 0}
 
+#: By kind of quantized value of a checkpoint: kind, and what is added to values and zero points.
+PACKED_KINDS = {
+    **{"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128)},
+    **{"e2m1": ("e2m1", 0), "e4m3": ("e4m3", 0)},
+}
+
+#: Least and largest value of a kind.
+VALUE_RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6), "e4m3": (-448, 448)}
+
 #: Bytes of a fragment.
 FRAGMENT_NBYTES = {kind: FRAGMENT_OUTPUTS * FRAGMENT_INPUTS * PACKED_BITS[kind] // 8 for kind in MIDDLES}
 
@@ -51,6 +60,14 @@ def count_groups(inputs: int, group_shift: int) -> int:
     """Return the groups of an output, those of padding included."""
     quarters = 4 * -(-inputs // FRAGMENT_INPUTS)
     return -(-quarters >> (group_shift + 1))
+
+
+def shift_of_groups(width: int, groups: int) -> int | None:
+    """Return the group shift of ``groups`` groups of ``width`` inputs, or None if the kernels do not know it."""
+    if groups == 1:
+        return ONE_GROUP
+    halves, rest = divmod(width, HALF_INPUTS)
+    return None if rest or halves & (halves - 1) else halves.bit_length() - 1
 
 
 def groups_of(inputs: int, group_shift: int) -> Array:

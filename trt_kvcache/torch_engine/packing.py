@@ -21,12 +21,13 @@ from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_INPUTS,
     FRAGMENT_NBYTES,
     FRAGMENT_OUTPUTS,
-    HALF_INPUTS,
     MIDDLES,
     NVFP4_GROUPS,
-    ONE_GROUP,
+    PACKED_KINDS,
+    VALUE_RANGES,
     count_groups,
     count_tiles,
+    shift_of_groups,
 )
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES
 from trt_kvcache.memory.base import Memory
@@ -36,13 +37,6 @@ from trt_kvcache.torch_engine.rounding import round_rows
 from trt_kvcache.torch_engine.upload import Upload
 from trt_kvcache.torch_engine.uploaded_rows import ON_DEVICE, UploadedRows, joined_rows
 
-#: By kind of quantized value: packed kind, and what is added to values and zero points.
-_KINDS = {
-    **{"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128)},
-    **{"e2m1": ("e2m1", 0), "e4m3": ("e4m3", 0)},
-}
-
-_RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6), "e4m3": (-448, 448)}
 _DTYPES = {"int4": torch.uint8, "int8": torch.int8}
 
 #: Bits of a NaN of e4m3 without its sign. The kernels for GPUs before sm_89 take it for a number.
@@ -62,13 +56,13 @@ def packed_weight(parts: Sequence[QuantizedWeight], dtype: str, upload: Upload, 
             return None
         parts = [replace(part, scales=replace(part.scales, factor=1.0, divisor=1.0)) for part in parts]
         first = parts[0]
-    if kind_of_values not in _KINDS or first.input_factor is not None or inputs % INPUT_GRANULE:
+    if kind_of_values not in PACKED_KINDS or first.input_factor is not None or inputs % INPUT_GRANULE:
         return None
-    shift = _group_shift(first.scales.block[1], first.scales.stored.shape[1]) if factor is None else NVFP4_GROUPS
+    shift = shift_of_groups(first.scales.block[1], first.scales.stored.shape[1]) if factor is None else NVFP4_GROUPS
     if shift is None or not _has_whole_groups(first):
         return None
     order = None if first.permutation is None else upload(first.permutation)
-    (kind, added), outputs = _KINDS[kind_of_values], sum(part.shape[0] for part in parts)
+    (kind, added), outputs = PACKED_KINDS[kind_of_values], sum(part.shape[0] for part in parts)
     whole: UploadedRows | None = None
     if len(parts) > 1 or first.row_order is not None:  # heads, whose rows may end within a tile, or rows that are stored apart
         whole = joined_rows([UploadedRows.of(part, upload) for part in parts])
@@ -116,9 +110,9 @@ def rounded_weight(
     Its weights are those of ``rounded_to_nearest``, bit by bit.
     """
     (outputs, inputs), (bits, group) = values.shape, SCHEMES[scheme]
-    kind, added = _KINDS[f"int{bits}"]
+    kind, added = PACKED_KINDS[f"int{bits}"]
     groups = -(-inputs // (group or inputs))
-    shift = _group_shift(group or inputs, groups)
+    shift = shift_of_groups(group or inputs, groups)
     if shift is None or inputs % INPUT_GRANULE:
         return None
     scales = torch.empty((outputs, groups), dtype=getattr(torch, scales_dtype), device=upload.device)
@@ -147,14 +141,6 @@ def rounded_weight(
     )
 
 
-def _group_shift(width: int, groups: int) -> int | None:
-    """Return the group shift of groups of ``width`` inputs, or None if the kernels do not know it."""
-    if groups == 1:
-        return ONE_GROUP
-    halves, rest = divmod(width, HALF_INPUTS)
-    return None if rest or halves & (halves - 1) else halves.bit_length() - 1
-
-
 def _has_whole_groups(weight: QuantizedWeight) -> bool:
     """Return True if groups have their usual sizes once they are contiguous."""
     if weight.group_index is None or weight.permutation is None:
@@ -174,7 +160,7 @@ def _zero_points(stored: Sequence[torch.Tensor], scales: torch.Tensor, kind: str
 
 def _can_hold(dtype: str, kind: str, scales: torch.Tensor, zero_points: torch.Tensor | None) -> bool:
     """Return True if ``dtype`` can hold all values with these scales and zero points."""
-    low, high = _RANGES[kind]
+    low, high = VALUE_RANGES[kind]
     if zero_points is None:
         largest = max(MIDDLES[kind] - low, high - MIDDLES[kind]) * scales.abs().amax()
     else:

@@ -24,20 +24,17 @@ from trt_kvcache.kernels.linear_tiles import NVFP4_SCALES, PACKED_BITS
 from trt_kvcache.kernels.nvfp4_scales import NVFP4_GROUP, NVFP4_LIMIT, kernel_factors_of, nvfp4_factor
 from trt_kvcache.kernels.packed_layout import (
     FRAGMENT_OUTPUTS,
-    HALF_INPUTS,
     MIDDLES,
     NVFP4_GROUPS,
-    ONE_GROUP,
+    PACKED_KINDS,
+    VALUE_RANGES,
     count_groups,
+    shift_of_groups,
 )
 from trt_kvcache.kernels.source_variants import SCALE_DTYPES as SCALE_DTYPES_OF
 from trt_kvcache.ops.packed_format import KINDS, SCALE_DTYPES, PackedFormat
 
 Array = npt.NDArray[Any]
-
-#: By kind of quantized value: packed kind, and what is added to values and zero points.
-_KINDS = {"int4": ("int4", 8), "uint4": ("int4", 0), "int8": ("int8", 0), "uint8": ("int8", -128), "e2m1": ("e2m1", 0), "e4m3": ("e4m3", 0)}
-_RANGES = {"int4": (0, 15), "int8": (-128, 127), "e2m1": (-6, 6), "e4m3": (-448, 448)}
 
 #: Largest finite number, by dtype.
 _LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.FEp127")}
@@ -145,14 +142,14 @@ class _Packed:
 def _packed(weight: QuantizedWeight, dtype: str) -> _Packed | None:
     """Return a matrix as the kernels take it, or None if they do not know its format, or ``dtype`` cannot hold its values."""
     kind_of_values, inputs = weight.quantized_values.kind, weight.shape[1]
-    if kind_of_values not in _KINDS or inputs % INPUT_GRANULE or weight.input_factor is not None or weight.group_index is not None:
+    if kind_of_values not in PACKED_KINDS or inputs % INPUT_GRANULE or weight.input_factor is not None or weight.group_index is not None:
         return None
     if kind_of_values == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES):
         return _packed_nvfp4(weight, dtype)
-    shift = _group_shift(weight.scales.block[1], weight.scales.stored.shape[1])
+    shift = shift_of_groups(weight.scales.block[1], weight.scales.stored.shape[1])
     if shift is None:
         return None
-    (kind, added), values, scales = _KINDS[kind_of_values], weight.unpacked(), weight.scales_of_rows()
+    (kind, added), values, scales = PACKED_KINDS[kind_of_values], weight.unpacked(), weight.scales_of_rows()
     if kind == "e4m3" and (values.view(np.uint8) & np.uint8(_NAN) == _NAN).any():
         return None
     zero_points = _zero_points(weight.zero_points_of_rows(), scales, kind, added)
@@ -173,14 +170,6 @@ def _packed_nvfp4(weight: QuantizedWeight, dtype: str) -> _Packed | None:
         return None
     stored = replace(weight, scales=replace(scales, factor=1.0, divisor=1.0)).scales_of_rows().astype(scales.stored.dtype)
     return _Packed("e2m1", NVFP4_GROUPS, pack_values(weight.unpacked(), "e2m1"), stored, None, factor)
-
-
-def _group_shift(width: int, groups: int) -> int | None:
-    """Return the group shift of groups of ``width`` inputs, or None if the kernels do not know it."""
-    if groups == 1:
-        return ONE_GROUP
-    halves, rest = divmod(width, HALF_INPUTS)
-    return None if rest or halves & (halves - 1) else halves.bit_length() - 1
 
 
 def _zero_points(stored: npt.NDArray[np.float32] | None, scales: Array, kind: str, added: int) -> Array | None:
@@ -215,7 +204,7 @@ def _stored_scales(scales: npt.NDArray[np.float32], kind: str, dtypes: Sequence[
 
 def _can_hold(dtype: str, kind: str, scales: npt.NDArray[np.float32], zero_points: Array | None) -> bool:
     """Return True if ``dtype`` can hold all values with these scales and zero points."""
-    low, high = _RANGES[kind]
+    low, high = VALUE_RANGES[kind]
     middles: Any = MIDDLES[kind] if zero_points is None else zero_points.astype(np.float32)
     with np.errstate(over="ignore"):
         largest = np.maximum(np.abs(low - middles), np.abs(high - middles)) * np.abs(scales)
