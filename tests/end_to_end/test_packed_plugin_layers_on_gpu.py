@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.assertions import assert_close
 from tests.helpers.models import write_model
+from tests.helpers.quantized_models import write_nvfp4
 from tests.helpers.rtx_gpu import need_rtx_gpu
 from trt_kvcache import InferenceSession, build_engine
 
@@ -54,7 +55,27 @@ def logits(session: InferenceSession) -> list[np.ndarray[Any, Any]]:
 )
 def test_logits_are_those_of_numpy(memory: Any, tmp_path: Path, model: str, options: dict[str, Any]) -> None:
     need_rtx_gpu(memory)
-    folder = write_model(tmp_path / "model", **_COMMON, **MODELS[model])
+    check(write_model(tmp_path / "model", **_COMMON, **MODELS[model]), tmp_path, options)
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+@pytest.mark.parametrize("model", ["super-blocks", "experts in super-blocks", "experts in NVFP4"])
+def test_logits_of_published_formats_are_those_of_numpy(memory: Any, tmp_path: Path, model: str) -> None:
+    need_rtx_gpu(memory)
+    if model == "experts in NVFP4":
+        return check(write_nvfp4(tmp_path / "model", one_factor=False, **_COMMON, **MODELS["experts"]), tmp_path, {})
+    pytest.importorskip("gguf")
+    from tests.helpers.gguf_experts import Q4_K_M_EXPERTS, write_gguf_experts
+    from tests.helpers.gguf_files import write_q4_k_m
+
+    if model == "experts in super-blocks":
+        return check(write_gguf_experts(tmp_path, Q4_K_M_EXPERTS, num_experts=4, num_experts_per_tok=4), tmp_path, {})
+    write_q4_k_m(tmp_path / "model", max_position_embeddings=128)
+    return check(tmp_path / "model", tmp_path, {"packed_kernels": True})
+
+
+def check(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Compare an engine in bfloat16 or float16 with the NumPy engine."""
     common = {**SIZES, "attention": "plugin"}
     expected = logits(InferenceSession.from_model(folder, engine="numpy", quantize=options.get("quantize"), **common))
     build_engine(folder, tmp_path / "engine", flavour="tensorrt_rtx", **common, **options)
