@@ -25,6 +25,7 @@ from trt_kvcache import KVCacheConfig, estimate_build, what_fits
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.builder.torch_memory import TorchMemory
+from trt_kvcache.builder.what_fits import PACKED_KERNELS
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.adapter_inputs import AdapterInputs
 from trt_kvcache.errors import ConfigError, RangeError
@@ -316,6 +317,20 @@ def test_super_blocks_that_pytorch_keeps_packed_have_their_stored_size(tmp_path:
     assert dict(packed) == expected
     (fit,) = [fit for fit in what_fits(path, 10**9, dtype="bfloat16") if fit.kv_scales is None]
     assert (fit.weights, fit.engine) == ("GGUF", "torch")
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
+def test_super_blocks_fit_as_a_build_with_packed_kernels_stores_them(tmp_path: Path) -> None:
+    """Before the roundings; not in float32, for which there are no such kernels."""
+    pytest.importorskip("gguf")
+    from tests.helpers.gguf_files import write_q4_k_m
+
+    write_q4_k_m(tmp_path / "model")
+    fits = [fit for fit in what_fits(tmp_path / "model", 10**9) if fit.kv_scales is None]
+    assert [fit.weights for fit in fits][:3] == ["bfloat16", PACKED_KERNELS, "int8"]
+    built = estimate_build(tmp_path / "model", attention="plugin", packed_kernels=True)
+    assert fits[1].weights_nbytes == built.weights_nbytes < fits[0].weights_nbytes / 2
+    assert PACKED_KERNELS not in {fit.weights for fit in what_fits(tmp_path / "model", 10**9, dtype="float32")}
 
 
 def test_in_float32_pytorch_has_neither_packed_weights_nor_k_and_v_in_8_bits(tmp_path: Path) -> None:

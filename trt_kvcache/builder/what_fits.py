@@ -38,6 +38,9 @@ ROUNDINGS = ("int8", "int4:32", "int4:128")
 #: int8 saves nothing.
 SMALLEST = {True: "int4:128,embedding=int4:128", False: "int4:128,embedding=int8,head=int8"}
 
+#: Super-blocks of GGUF as they are stored, by that option of a build.
+PACKED_KERNELS = "GGUF, --packed-kernels"
+
 #: Quantized K and V of any checkpoint. float8_e4m3fn takes the bytes of int8.
 KV_BY_TOKEN = QuantizedKV("int8", "token")
 
@@ -49,7 +52,7 @@ class Fit:
     Parameters
     ----------
     weights : str
-        Rounding of weights, as ``quantize=`` takes it, or the format of the checkpoint.
+        Rounding of weights, as ``quantize=`` takes it, the format of the checkpoint, or ``"GGUF, --packed-kernels"``.
     kv_dtype : str
         Dtype of K and V. A fit with ``"int8"`` and scales by token is one with ``"float8_e4m3fn"`` too.
     kv_scales : str or None
@@ -121,9 +124,10 @@ def what_fits(
     Returns
     -------
     tuple of Fit
-        A checkpoint in 16 bits first as it is, then rounded to formats that the GPUs support; a quantized one as it is. Each with K and V
-        in the dtype of the engine and, if plugin attention supports the model, in 8 bits: with a scale for each token, and with static
-        scales if the checkpoint has some.
+        A checkpoint in 16 bits first as it is, then rounded to formats that the GPUs support; a quantized one as it is. Matrices in
+        super-blocks of GGUF first in 16 bits, as a build dequantizes them, then packed with ``packed_kernels``, then rounded. Each with K
+        and V in the dtype of the engine and, if plugin attention supports the model, in 8 bits: with a scale for each token, and with
+        static scales if the checkpoint has some.
 
     Raises
     ------
@@ -158,25 +162,29 @@ def what_fits(
                 head = opened.enter_context(open_draft_head(str(options.draft_head), checkpoint.path, quantize=None))
                 hidden_layers_of(head.config, model, option=f"draft_head: {options.draft_head}")
             is_built = all(_builds(one, options, target) for one in (model, *([head.config] if head else [])))
-            source = PackedModel.of(checkpoint, has_fp4=have_fp4(compute_capabilities), head=head)
+            has_fp4, is_quantized = have_fp4(compute_capabilities), bool(checkpoint.quantized_names)
+            source = PackedModel.of(checkpoint, has_fp4=has_fp4, head=head)
+            in_blocks = PackedModel.of(checkpoint, has_fp4=has_fp4, packed_kernels=True, head=head)
             in_torch = None
             if has_host_table or not is_built:
                 in_torch = TorchMemory.of(checkpoint, adapters_rank=adapters_rank, has_host_table=has_host_table, head=head)
         static = _static_kv(checkpoint)
-        format_ = stored.format if checkpoint.quantized_names else model.dtype
+        format_ = stored.format if is_quantized else model.dtype
         packed = source.packed if in_torch is None else in_torch.packed
         if any(checkpoint.block_type(name) is not None for name in packed):
             format_ = "GGUF"
     if in_torch is not None:
         length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
         return _fits_in_torch(in_torch, format_, (None, KV_BY_TOKEN, *static), budget, slots=max_batch_size, length=length, dtype=dtype)
-    roundings = () if source.packed else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
+    roundings = () if is_quantized else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
     rounded = ((one, source.rounded(one)) for one in roundings)
-    sources = [(format_, source), *((one, packed) for one, packed in rounded if _exists(packed, options, tensorrt))]
+    sources = [(format_, source, options), *((one, packed, options) for one, packed in rounded if _exists(packed, options, tensorrt))]
+    if in_blocks.packed.keys() != source.packed.keys():
+        sources.insert(1, (PACKED_KERNELS, in_blocks, replace(options, packed_kernels=True)))
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     fits = (
-        _fit(source, weights, quantized, budget, slots=max_batch_size, length=length, options=options, target=target)
-        for weights, source in sources
+        _fit(source, weights, quantized, budget, slots=max_batch_size, length=length, options=of_weights, target=target)
+        for weights, source, of_weights in sources
         for quantized in (None, KV_BY_TOKEN, *static)
     )
     return tuple(fit for fit in fits if fit is not None)
@@ -206,7 +214,7 @@ def _fit(
     options: BuildOptions,
     target: BuildTarget | None,
 ) -> Fit | None:
-    """Return the lengths and slots that fit with one format of weights, and one of K and V; None if plugin attention lacks the model."""
+    """Return the lengths and slots that fit with one format of weights, and one of K and V; None if it needs plugin attention in vain."""
     model = source.model
 
     def estimate(batch: int, tokens: int) -> BuildEstimate:
@@ -221,7 +229,7 @@ def _fit(
     try:
         smallest = estimate(1, 1)
     except ConfigError:
-        if quantized is None:
+        if quantized is None and not options.packed_kernels:
             raise
         return None
     is_any = smallest.device_nbytes <= budget
