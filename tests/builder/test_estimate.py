@@ -59,6 +59,7 @@ def test_super_blocks_in_plugin_layers_have_their_stored_size(tmp_path: Path) ->
         """Return by how much fewer bytes the matrices have whose names contain ``part``."""
         with Checkpoint.open(path) as checkpoint:
             shapes = {name: shape for name, shape in tensor_shapes(checkpoint.config).items() if part in name and len(shape) == 2}
+            shapes.pop("model.embed_tokens.weight", None)
             types = {name: checkpoint.block_type(name) for name in shapes}
         return round(sum(math.prod(shape) * (2 - bits[str(types[name])] / 8) for name, shape in shapes.items() if types[name] in bits))
 
@@ -66,7 +67,7 @@ def test_super_blocks_in_plugin_layers_have_their_stored_size(tmp_path: Path) ->
     options: dict[str, Any] = {"dtype": "bfloat16", "attention": "plugin", "max_batch_size": 2, "max_sequence_length": 64}
     write_q4_k_m(tmp_path / "dense", {"k_proj": "Q5_0"})
     plain, packed = (estimate_build(tmp_path / "dense", **options, packed_kernels=one).weights_nbytes for one in (False, True))
-    assert plain - packed == saved(tmp_path / "dense", "layers", bits) > 0
+    assert plain - packed == saved(tmp_path / "dense", "", bits) > 0
     types = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q6_K"}
     path, in_16_bits = write_gguf_experts(tmp_path / "packed", types), write_gguf_experts(tmp_path / "plain", {"exps": "BF16"})
     plain, packed = (estimate_build(one, **options).weights_nbytes for one in (in_16_bits, path))

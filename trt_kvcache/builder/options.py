@@ -117,8 +117,8 @@ class BuildOptions:
         With plugin layers in full TensorRT, whether the V that goes into each of them is an output of the engine too, which nobody reads.
         If left out, True for TensorRT 10.13 and 10.14, which may corrupt it otherwise: see ``docs/jetson.md``.
     packed_kernels : bool
-        With plugin attention in one plan: True for products with the packed matrices of attention and MLPs by kernels of this package, as
-        plugin layers, in place of TensorRT's own. They keep ``Q4_K``, ``Q5_K`` and ``Q6_K`` of GGUF packed too: see
+        With plugin attention in one plan: True for products with the packed matrices of attention, MLPs and head by kernels of this
+        package, as plugin layers, in place of TensorRT's own. They keep ``Q4_K``, ``Q5_K`` and ``Q6_K`` of GGUF packed too: see
         ``docs/quantization.md``.
     operations : mapping of str to str, optional
         With plugin attention, names of registered operations in place of those of this package, such as ``{"attention": "windowed"}``:

@@ -244,6 +244,7 @@ class TestPackedKernels:
             found[packed_kernels] = run(OnePlan(network), tokens, padding)
         kinds = {name: one.plugin.fields.attributes["weight_kind"] for name, one in products_of(network).items()}
         assert {role: kinds[f"model.layers.0.{role}/packed_linear"] for role in ("q", "k", "v", "up")} == {"q": 6, "k": 2, "v": 7, "up": 5}
+        assert (len(kinds), kinds["lm_head/packed_linear"]) == (2 * 7 + 1, 7)
         for step, expected in zip(found[True], found[False], strict=True):
             assert_near(step, expected, 0.03)
         assert b"packed_linear" in build(network)

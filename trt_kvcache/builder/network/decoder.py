@@ -25,7 +25,7 @@ from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.unit_triangle import UnitTriangle
-from trt_kvcache.builder.network.weights import LayerWeights, Weights
+from trt_kvcache.builder.network.weights import LayerWeights, PluginProducts, Weights
 from trt_kvcache.builder.resolved_options import ResolvedOptions
 from trt_kvcache.cache.config import DecoderCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
@@ -125,7 +125,8 @@ def add_decoder(
     if options.hidden_layers is not None:
         normed = head.final_norm(graph, residuals[-1], weights, model) if options.hidden_layers == "final_norm" else None
         add_hidden_states(graph, residuals, normed, options.hidden_layers, weights)
-    _add_head(graph, residuals[-1], last_token_ids, weights, model, table, names, normed=normed, draft_tokens=draft_tokens)
+    last = residuals[-1]
+    _add_head(graph, last, last_token_ids, weights, model, table, names, normed=normed, draft_tokens=draft_tokens, products=plugin_layers)
     return configs
 
 
@@ -163,6 +164,7 @@ def _add_head(
     *,
     normed: Any = None,
     draft_tokens: npt.NDArray[np.int64] | None = None,
+    products: PluginProducts | None = None,
 ) -> None:
     """Add the logits of each token that ``last_token_ids`` selects. ``normed``: ``x`` after the final norm, if it is known."""
     is_single = last_token_ids.shape[1] == 1
@@ -171,7 +173,7 @@ def _add_head(
         normed = head.final_norm(graph, select(graph, x, last_token_ids), weights, model)
     else:
         normed = select(graph, normed, last_token_ids)
-    found = head.logits(graph, normed, weights, model, table)
+    found = head.logits(graph, normed, weights, model, table, products)
     if draft_tokens is not None:
         found = head.spread(graph, found, draft_tokens, model)
     graph.output(found if is_single else head.by_slot(graph, found, last_token_ids, model), names.logits)

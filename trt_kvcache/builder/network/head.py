@@ -9,10 +9,13 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.norm import norm
 from trt_kvcache.builder.network.projection import matmul_transposed, projection
 from trt_kvcache.builder.network.scalar_multiply import multiplied, softcapped
-from trt_kvcache.builder.network.weights import Weights
+from trt_kvcache.builder.network.weights import PluginProducts, Weights
 from trt_kvcache.checkpoint.decoder_weights import NormWeights
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, final_norm_bias_name, final_norm_name
+
+#: Module of the LM head, and role of its matrix.
+HEAD_ROLE = HEAD.removesuffix(".weight")
 
 
 def scaled_embedding(graph: Graph, rows: Any, model: ModelConfig) -> Any:
@@ -51,14 +54,25 @@ def final_norm(graph: Graph, x: Any, weights: Weights, model: ModelConfig) -> An
     return norm(graph, x, "model.norm", stored, model.final_norm)
 
 
-def logits(graph: Graph, normed: Any, weights: Weights, model: ModelConfig, table: Any) -> Any:
+def logits(graph: Graph, normed: Any, weights: Weights, model: ModelConfig, table: Any, products: PluginProducts | None) -> Any:
     """Apply the LM head to ``[B, hidden]``, after the final norm; the logits are cast to float32, then divided and soft-capped."""
     if model.tie_word_embeddings:
         product = matmul_transposed(graph, "lm_head/matmul", normed, table)
     else:
-        product = projection(graph, HEAD.removesuffix(".weight"), normed, weights.matrix(HEAD))
+        product = _packed_product(graph, normed, model, products)
+        if product is None:
+            product = projection(graph, HEAD_ROLE, normed, weights.matrix(HEAD))
     found = graph.cast("lm_head/to_float32", product, "float32")
     return softcapped(graph, "logits", multiplied(graph, "logits/scale", found, 1 / model.logits_divisor), model.final_softcap)
+
+
+def _packed_product(graph: Graph, normed: Any, model: ModelConfig, products: PluginProducts | None) -> Any:
+    """Apply the LM head in a plugin layer, which takes one token of each slot; None if it has none."""
+    if products is None:
+        return None
+    tokens = graph.shuffle("lm_head/tokens", normed, reshape=(-1, 1, model.hidden_size))
+    product = products.added(graph, None, HEAD_ROLE, tokens)
+    return None if product is None else graph.shuffle("lm_head/rows", product, reshape=(-1, product.shape[-1]))
 
 
 def spread(graph: Graph, logits: Any, draft_tokens: npt.NDArray[np.int64], model: ModelConfig) -> Any:

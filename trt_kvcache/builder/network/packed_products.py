@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trt_kvcache.builder.network.packed_matrices import PackedMatrices
-from trt_kvcache.builder.network.weights import LayerWeights
+from trt_kvcache.builder.network.weights import LayerWeights, Weights
+from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import HEAD
 from trt_kvcache.model.weight_parts import layer_parts
 from trt_kvcache.ops.packed_linear_op import WEIGHT, PackedLinearOp
 
@@ -26,16 +29,25 @@ class PackedProduct:
 def product_tensors(model: ModelConfig) -> set[str]:
     """Return the names of the tensors that have such matrices."""
     roles = {f"{role}.weight" for role in ROLES}
-    return {part.tensor for layer in range(model.num_layers) for role, part in layer_parts(model, layer).items() if role in roles}
+    of_layers = {part.tensor for layer in range(model.num_layers) for role, part in layer_parts(model, layer).items() if role in roles}
+    return of_layers | (set() if model.tie_word_embeddings else {HEAD})
 
 
 def packed_products(weights: LayerWeights, dtype: str) -> dict[str, PackedProduct]:
     """Return the products of a layer whose quantized matrices the kernels know, by role."""
-    found = {}
-    for role in ROLES:
-        stored = weights.stored(f"{role}.weight") if weights.has(f"{role}.weight") else None
-        matrix = None if stored is None else PackedMatrices.of([stored], dtype)
-        if stored is not None and matrix is not None:
-            outputs, inputs = stored.shape
-            found[role] = PackedProduct(PackedLinearOp(outputs=outputs, **matrix.format.attributes(WEIGHT)), inputs, matrix)
-    return found
+    stored = {role: weights.stored(f"{role}.weight") for role in ROLES if weights.has(f"{role}.weight")}
+    found = {role: _product(one, dtype) for role, one in stored.items()}
+    return {role: product for role, product in found.items() if product is not None}
+
+
+def packed_head(weights: Weights, model: ModelConfig, dtype: str) -> PackedProduct | None:
+    """Return the product of the language model head; None for one that is tied to the embedding, or in no format of the kernels."""
+    return None if model.tie_word_embeddings else _product(weights.stored(HEAD, slice(None)), dtype)
+
+
+def _product(stored: QuantizedWeight | SuperBlocks | None, dtype: str) -> PackedProduct | None:
+    matrix = None if stored is None else PackedMatrices.of([stored], dtype)
+    if stored is None or matrix is None:
+        return None
+    outputs, inputs = stored.shape
+    return PackedProduct(PackedLinearOp(outputs=outputs, **matrix.format.attributes(WEIGHT)), inputs, matrix)

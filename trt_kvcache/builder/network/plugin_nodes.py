@@ -6,7 +6,8 @@ from typing import Any
 
 from trt_kvcache.builder.network.expert_weights import ExpertWeights
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.network.packed_products import PackedProduct, packed_products
+from trt_kvcache.builder.network.head import HEAD_ROLE
+from trt_kvcache.builder.network.packed_products import PackedProduct, packed_head, packed_products
 from trt_kvcache.builder.network.plugin_layers import PluginLayers, plugin_layers
 from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.cache.config import DecoderCacheConfig, KVCacheConfig
@@ -46,9 +47,9 @@ class DecoderPluginLayers:
     embedding: PluginNode | None  # a registered operation in place of TensorRT's lookup
     experts: Mapping[int, tuple[PluginNode, ExpertWeights]]  # by index of the layer
     layers: PluginLayers
-    products: Mapping[tuple[int, str], tuple[PluginNode, PackedProduct]]  # by index of the layer and role of the matrix
+    products: Mapping[tuple[int | None, str], tuple[PluginNode, PackedProduct]]  # by layer (None: the head) and role of the matrix
 
-    def added(self, graph: Graph, layer: int, role: str, x: Any) -> Any:
+    def added(self, graph: Graph, layer: int | None, role: str, x: Any) -> Any:
         """See ``PluginProducts``."""
         found = self.products.get((layer, role))
         if found is None:
@@ -86,12 +87,7 @@ def decoder_plugin_layers(
         for layer, config in enumerate(model.layers)
         if isinstance(config.mlp, RoutedMlpConfig)
     }
-    layers = range(model.num_layers if packed_kernels else 0)
-    products = {
-        (layer, role): (_product_node(layer, role, product, graph.dtype, operations), product)
-        for layer in layers
-        for role, product in packed_products(LayerWeights(weights, model, layer), graph.dtype).items()
-    }
+    products = _packed_products(graph, weights, model, operations) if packed_kernels else {}
     if packed_kernels and not products:
         raise ConfigError("packed_kernels: expected packed weights in a format of the kernels, got none. Leave it out, or give quantize.")
     nodes = [node.layer for node in attention.values()] + [node for node, _ in (*experts.values(), *products.values())]
@@ -101,6 +97,19 @@ def decoder_plugin_layers(
     return DecoderPluginLayers(
         attention=attention, embedding=embedding, experts=experts, layers=plugin_layers(graph, nodes), products=products
     )
+
+
+def _packed_products(
+    graph: Graph, weights: Weights, model: ModelConfig, operations: Mapping[str, str]
+) -> dict[tuple[int | None, str], tuple[PluginNode, PackedProduct]]:
+    """Return the products with packed matrices, and their plugin layers."""
+    of_layers = (packed_products(LayerWeights(weights, model, layer), graph.dtype) for layer in range(model.num_layers))
+    found: dict[tuple[int | None, str], PackedProduct] = {
+        (layer, role): product for layer, products in enumerate(of_layers) for role, product in products.items()
+    }
+    of_head = packed_head(weights, model, graph.dtype)
+    found |= {} if of_head is None else {(None, HEAD_ROLE): of_head}
+    return {place: (_product_node(*place, product, graph.dtype, operations), product) for place, product in found.items()}
 
 
 def _experts_node(
@@ -113,10 +122,10 @@ def _experts_node(
     return _operation_node(f"model.layers.{layer}.mlp/experts", stored.op, registered, inputs, stored.op.attributes), stored
 
 
-def _product_node(layer: int, role: str, product: PackedProduct, dtype: str, operations: Mapping[str, str]) -> PluginNode:
+def _product_node(layer: int | None, role: str, product: PackedProduct, dtype: str, operations: Mapping[str, str]) -> PluginNode:
     """Return the plugin layer of a product with a packed matrix."""
     inputs = tuple(product.op.input_types(product.inputs, dtype).values())
-    name = f"model.layers.{layer}.{role}/packed_linear"
+    name = f"{role if layer is None else f'model.layers.{layer}.{role}'}/packed_linear"
     registered = operations.get(PackedLinearOp.name, PackedLinearOp.name)
     return _operation_node(name, product.op, registered, inputs, product.op.attributes)
 

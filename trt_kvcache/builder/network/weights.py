@@ -77,15 +77,15 @@ class TensorSource(Protocol):
 class PluginProducts(Protocol):
     """Products with matrices of linear layers in plugin layers."""
 
-    def added(self, graph: Graph, layer: int, role: str, x: Any) -> Any:
+    def added(self, graph: Graph, layer: int | None, role: str, x: Any) -> Any:
         """Add a product.
 
         Parameters
         ----------
         graph : Graph
             The network.
-        layer : int
-            Index of the layer.
+        layer : int or None
+            Index of the layer; None for the language model head.
         role : str
             Of the matrix, such as ``"up"``.
         x : ITensor [B, s, in]
