@@ -85,6 +85,7 @@ def serving(
     options: ServerOptions | None = None,
     max_queue: int = 64,
     max_seconds: float | None = None,
+    drain_seconds: float = 5,
     folder: Path = MODEL,
     **session: Any,
 ) -> Iterator[Running]:
@@ -93,7 +94,7 @@ def serving(
     opens = paced(source(slots, **session).replace(folder), pace)
     engine = AsyncEngine(opens, model=NAME, max_queue=max_queue, max_seconds=max_seconds, observer=metrics)
     allowed = options or ServerOptions()
-    server = Server(make_app(engine, allowed, metrics=metrics), engine, options=allowed, drain_seconds=5)
+    server = Server(make_app(engine, allowed, metrics=metrics), engine, options=allowed, drain_seconds=drain_seconds)
     bound = bound_socket("127.0.0.1", 0, allowed)
     loops: list[asyncio.AbstractEventLoop] = []
 

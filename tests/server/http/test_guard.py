@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.helpers.assertions import raises
-from tests.server.http.running import serving
+from tests.server.http.running import Running, serving
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.server.http.guard import Guard
 from trt_kvcache.server.http.server_options import ServerOptions
@@ -124,6 +127,33 @@ def test_a_server_that_drains_takes_nothing_new():
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
         assert "retry-after" in answer.headers
         assert client.get("/health").status_code == 503
+
+
+def test_requests_that_do_not_end_while_a_server_drains_end_with_an_error(caplog: pytest.LogCaptureFixture):
+    body = {"prompt": "A", "max_tokens": 50, "ignore_eos": True}
+    with serving(4, drain_seconds=0.2) as server, ThreadPoolExecutor(2) as clients, server.client() as client:
+        server.pace.hold()
+        server.pace.allow(3)
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            waiting = [clients.submit(ask, server, {**body, "prompt": prompt}) for prompt in ("B", ["C", "D"])]
+            while server.engine.num_live < 4:
+                time.sleep(0.005)
+            server.server.should_exit = True
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        answers = [one.result(10) for one in waiting]
+        server.pace.go()
+    assert events[-1]["error"]["code"] == "unavailable"
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert "not complete in time" in answer.json()["error"]["message"]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def ask(server: Running, body: dict[str, Any]) -> httpx.Response:
+    with server.client() as client:
+        return client.post("/v1/completions", json=body)
 
 
 def test_small_events_are_not_held_back():

@@ -249,6 +249,20 @@ def test_scripted_answers(with_special_tags, script, size):
     assert whole["finish_reason"] == events[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_call_without_its_end_before_another(tmp_path, size):
+    """Tags of several tokens: of the second one, the first tokens might be the end of the first one."""
+    given = json.loads((TINY_CHAT / "tokenizer.json").read_text())
+    given["added_tokens"] = [one for one in given["added_tokens"] if "tool" not in one["content"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(given))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    text = '<tool_call>{"name": "a", "arguments": {"b": 1}}\n<tool_call>{"name": "c", "arguments": {}}</tool_call>'
+    [whole], events = answered(Tokenizer.open(tmp_path), text, "hermes", size=size)
+    calls = [("a", '{"b": 1}'), ("c", "{}")]
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in whole["message"]["tool_calls"]] == calls
+    assert joined(events) == ("", calls)
+
+
 def test_ids_are_those_that_mistral_templates_take(with_special_tags):
     [whole], _ = answered(with_special_tags, "[TOOL_CALLS]a[ARGS]{}", "mistral")
     [call] = whole["message"]["tool_calls"]

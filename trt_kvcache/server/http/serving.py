@@ -28,6 +28,9 @@ _BACKLOG = 2048
 #: Connections accepted in one turn of the event loop: their descriptors are counted only afterwards.
 _ACCEPTED_AT_ONCE = 16
 
+#: Seconds for the errors of requests that draining has cut off, before uvicorn cancels what is left.
+_ENDING = 2
+
 #: Seconds an idle connection stays open for the next request.
 _KEEP_ALIVE = 65
 
@@ -60,11 +63,11 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,  # uvicorn would trust every process of this machine; Clients reads the header of proxies
             timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=max(1, round(drain_seconds)),
+            timeout_graceful_shutdown=max(1, round(drain_seconds)) + _ENDING,
         )
         super().__init__(config)
         self._service: Service = app.state.service
-        self._engine = engine
+        self._engine, self._drain_seconds = engine, drain_seconds
         self._on_start = on_start
         self._on_drain = on_drain
 
@@ -88,8 +91,8 @@ class Server(uvicorn.Server):
             self._on_drain()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests, and wait for the live ones."""
-        draining = asyncio.create_task(self._engine.drain())
+        """Refuse new requests, and wait for the live ones; those that take too long end with an error."""
+        draining = asyncio.create_task(self._engine.drain(self._drain_seconds))
         await asyncio.sleep(0)  # the engine refuses requests from now on
         self._service.close()  # the engine would refuse conversations that are being rendered
         await super().shutdown(sockets)

@@ -118,9 +118,10 @@ class _Hermes:
         closing = _first_non_space(text, end)
         if text.startswith(_CLOSE, closing):
             return closing + len(_CLOSE), [_call(_parsed(text[start:end]))]
-        if _CLOSE.startswith(text[closing:]) and not ended:
+        rest = text[closing:]
+        if not ended and rest != _OPEN and (_CLOSE.startswith(rest) or _OPEN.startswith(rest)):  # which tag it is decides
             return None
-        if closing == len(text) or text.startswith(_OPEN, closing) or _CLOSE.startswith(text[closing:]):
+        if not rest or rest.startswith(_OPEN) or _CLOSE.startswith(rest):
             return len(text) if ended else end, [_call(_parsed(text[start:end]))]
         raise MalformedCallError
 
