@@ -54,7 +54,7 @@ def final_norm(graph: Graph, x: Any, weights: Weights, model: ModelConfig) -> An
     return norm(graph, x, "model.norm", stored, model.final_norm)
 
 
-def logits(graph: Graph, normed: Any, weights: Weights, model: ModelConfig, table: Any, products: PluginProducts | None) -> Any:
+def logits(graph: Graph, normed: Any, weights: Weights, model: ModelConfig, table: Any, products: PluginProducts | None = None) -> Any:
     """Apply the LM head to ``[B, hidden]``, after the final norm; the logits are cast to float32, then divided and soft-capped."""
     if model.tie_word_embeddings:
         product = matmul_transposed(graph, "lm_head/matmul", normed, table)
