@@ -196,6 +196,11 @@ def test_experts_of_gguf_stay_in_their_super_blocks(rtx, tmp_path):
     assert b"experts" in build(network)
 
 
+def layer_names(network):
+    layers = network.definition.network
+    return {layers.get_layer(index).name for index in range(layers.num_layers)}
+
+
 def products_of(network):
     """Return the plugin layers of packed products, by name."""
     return {one.name: one for one in network.plugins if one.plugin.plugin_name == "CustomOperation"}
@@ -222,6 +227,7 @@ class TestPackedKernels:
             assert operations == ["packed_linear"] * (2 * 7 if packed_kernels else 0)
             of_layers = [name for name in network.constants if name.startswith("model.layers")]
             assert any(name.endswith(".offsets") for name in of_layers) is not packed_kernels
+            assert "lm_head/tokens" not in layer_names(network), "its head is in 16 bits"
         for step, expected in zip(found[True], found[False], strict=True):
             assert_near(step, expected, 0.01)
 
@@ -245,6 +251,7 @@ class TestPackedKernels:
         kinds = {name: one.plugin.fields.attributes["weight_kind"] for name, one in products_of(network).items()}
         assert {role: kinds[f"model.layers.0.{role}/packed_linear"] for role in ("q", "k", "v", "up")} == {"q": 6, "k": 2, "v": 7, "up": 5}
         assert (len(kinds), kinds["lm_head/packed_linear"]) == (2 * 7 + 1, 7)
+        assert "lm_head/tokens" in layer_names(network)
         for step, expected in zip(found[True], found[False], strict=True):
             assert_near(step, expected, 0.03)
         assert b"packed_linear" in build(network)

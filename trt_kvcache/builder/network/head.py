@@ -68,11 +68,11 @@ def logits(graph: Graph, normed: Any, weights: Weights, model: ModelConfig, tabl
 
 def _packed_product(graph: Graph, normed: Any, model: ModelConfig, products: PluginProducts | None) -> Any:
     """Apply the LM head in a plugin layer, which takes one token of each slot; None if it has none."""
-    if products is None:
+    if products is None or not products.has(None, HEAD_ROLE):
         return None
     tokens = graph.shuffle("lm_head/tokens", normed, reshape=(-1, 1, model.hidden_size))
     product = products.added(graph, None, HEAD_ROLE, tokens)
-    return None if product is None else graph.shuffle("lm_head/rows", product, reshape=(-1, product.shape[-1]))
+    return graph.shuffle("lm_head/rows", product, reshape=(-1, product.shape[-1]))
 
 
 def spread(graph: Graph, logits: Any, draft_tokens: npt.NDArray[np.int64], model: ModelConfig) -> Any:

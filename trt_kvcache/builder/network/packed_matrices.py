@@ -75,13 +75,13 @@ class PackedMatrices:
 
     @classmethod
     def _of_groups(cls, parts: Sequence[QuantizedWeight], dtype: str, *, of_experts: bool) -> PackedMatrices | None:
+        if not of_experts and any(map(_is_nvfp4, parts)):
+            return None
         found = [_packed(part, dtype) for part in parts]
         packed = [one for one in found if one is not None]
         if not packed or len(packed) < len(found) or len({(one.kind, one.shift, one.values.shape[1]) for one in packed}) > 1:
             return None
         factors = [(one.factor, len(one.values)) for one in packed if one.factor is not None]
-        if factors and not of_experts:
-            return None
         kind, outputs = packed[0].kind, [len(one.scales) for one in packed]
         if not _are_whole_tiles(outputs):
             return None
@@ -144,7 +144,7 @@ def _packed(weight: QuantizedWeight, dtype: str) -> _Packed | None:
     kind_of_values, inputs = weight.quantized_values.kind, weight.shape[1]
     if kind_of_values not in PACKED_KINDS or inputs % INPUT_GRANULE or weight.input_factor is not None or weight.group_index is not None:
         return None
-    if kind_of_values == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES):
+    if _is_nvfp4(weight):
         return _packed_nvfp4(weight, dtype)
     shift = shift_of_groups(weight.scales.block[1], weight.scales.stored.shape[1])
     if shift is None:
@@ -158,6 +158,10 @@ def _packed(weight: QuantizedWeight, dtype: str) -> _Packed | None:
         return None
     shifted = (values.astype(np.int16) + added).astype(np.int8 if kind == "int8" else np.uint8) if added else values
     return _Packed(kind, shift, pack_values(shifted, kind), stored, zero_points)
+
+
+def _is_nvfp4(weight: QuantizedWeight) -> bool:
+    return weight.quantized_values.kind == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES)
 
 
 def _packed_nvfp4(weight: QuantizedWeight, dtype: str) -> _Packed | None:

@@ -49,6 +49,10 @@ class DecoderPluginLayers:
     layers: PluginLayers
     products: Mapping[tuple[int | None, str], tuple[PluginNode, PackedProduct]]  # by layer (None: the head) and role of the matrix
 
+    def has(self, layer: int | None, role: str) -> bool:
+        """See ``PluginProducts``."""
+        return (layer, role) in self.products
+
     def added(self, graph: Graph, layer: int | None, role: str, x: Any) -> Any:
         """See ``PluginProducts``."""
         found = self.products.get((layer, role))

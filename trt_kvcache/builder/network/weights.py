@@ -77,6 +77,22 @@ class TensorSource(Protocol):
 class PluginProducts(Protocol):
     """Products with matrices of linear layers in plugin layers."""
 
+    def has(self, layer: int | None, role: str) -> bool:
+        """Return True if a matrix has a plugin layer.
+
+        Parameters
+        ----------
+        layer : int or None
+            Index of the layer; None for the language model head.
+        role : str
+            Of the matrix, such as ``"up"``.
+
+        Returns
+        -------
+        bool
+            False for a product in layers of TensorRT.
+        """
+
     def added(self, graph: Graph, layer: int | None, role: str, x: Any) -> Any:
         """Add a product.
 
