@@ -13,6 +13,7 @@ from tests.helpers import eagle3, mtp
 from tests.helpers.adapters import Q_PROJ, SHAPES
 from tests.helpers.assertions import raises
 from tests.helpers.models import SMALL, write_model
+from tests.helpers.quantized_models import write_nvfp4
 from tests.paths import GOLDEN, SHIPPED
 from tests.sweeps import each_once
 from trt_kvcache import Checkpoint, build_engine, estimate_build
@@ -46,6 +47,17 @@ def test_the_cache_is_that_of_the_engine(tmp_path: Path) -> None:
     with Checkpoint.open(model) as checkpoint:
         cache = ResolvedOptions.of_model(BuildOptions(**SIZES), checkpoint.config).cache_for(checkpoint.config)
     assert estimate_build(model, **SIZES).cache_nbytes == cache.nbytes
+
+
+def test_fp4_in_plugin_layers_has_its_stored_size(tmp_path: Path) -> None:
+    """Elsewhere it takes the bytes of int8."""
+    model = write_nvfp4(tmp_path / "model", one_factor=False, hidden_size=64, head_dim=64, intermediate_size=96)
+    options: dict[str, Any] = {"dtype": "bfloat16", "attention": "plugin", "max_batch_size": 2, "max_sequence_length": 64}
+    plain, packed = (estimate_build(model, **options, packed_kernels=one).weights_nbytes for one in (False, True))
+    with Checkpoint.open(model) as checkpoint:
+        assert packed == sum(checkpoint.nbytes_of(name) for name in checkpoint.tensor_names)
+        weights = sum(math.prod(tensor_shapes(checkpoint.config)[name]) for name in checkpoint.quantized_names)
+    assert plain - packed == weights // 2
 
 
 @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")

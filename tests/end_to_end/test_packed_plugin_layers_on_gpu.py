@@ -59,11 +59,12 @@ def test_logits_are_those_of_numpy(memory: Any, tmp_path: Path, model: str, opti
 
 
 @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
-@pytest.mark.parametrize("model", ["super-blocks", "experts in super-blocks", "experts in NVFP4"])
+@pytest.mark.parametrize("model", ["super-blocks", "experts in super-blocks", "NVFP4", "experts in NVFP4"])
 def test_logits_of_published_formats_are_those_of_numpy(memory: Any, tmp_path: Path, model: str) -> None:
     need_rtx_gpu(memory)
-    if model == "experts in NVFP4":
-        return check(write_nvfp4(tmp_path / "model", one_factor=False, **_COMMON, **MODELS["experts"]), tmp_path, {})
+    if "NVFP4" in model:
+        folder = write_nvfp4(tmp_path / "model", one_factor=False, **_COMMON, **MODELS["dense" if model == "NVFP4" else "experts"])
+        return check(folder, tmp_path, {"packed_kernels": model == "NVFP4"})
     pytest.importorskip("gguf")
     from tests.helpers.gguf_experts import Q4_K_M_EXPERTS, write_gguf_experts
     from tests.helpers.gguf_files import write_q4_k_m

@@ -37,7 +37,7 @@ from trt_kvcache.ops.experts_op import ExpertsOp
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: The type in TensorRT of packed weights of experts, which are bytes of a plugin layer.
+#: The type in TensorRT of packed weights that are bytes of a plugin layer, such as those of experts.
 BYTES = "int32"
 
 #: Bytes of compiled kernels in the plan: once if there is attention, for each layer, and for each one of an engine in segments.
@@ -175,13 +175,13 @@ class PackedModel:
         """Read a checkpoint, and that of its draft head; no weights are read. Without FP4, its weights take the bytes of int8."""
         shapes = tensor_shapes(checkpoint.config)
         types = CONSTANT_TYPES | (NATIVE_TYPES if has_fp4 else {})
-        experts, packed = expert_tensors(checkpoint.config), {}
+        in_layers = expert_tensors(checkpoint.config) | (product_tensors(checkpoint.config) if packed_kernels else set())
+        packed = {}
         for kind in checkpoint.value_kinds:
             for name in checkpoint.names_of_kind(kind):
-                is_expert = name in experts
-                widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not has_fp4 and not is_expert else 0
-                packed[name] = PackedBytes(checkpoint.nbytes_of(name) + widened, BYTES if is_expert else types[kind])
-        for name in experts | (product_tensors(checkpoint.config) if packed_kernels else set()):
+                widened = math.prod(shapes[name]) // 2 if kind == "e2m1" and not has_fp4 and name not in in_layers else 0
+                packed[name] = PackedBytes(checkpoint.nbytes_of(name) + widened, BYTES if name in in_layers else types[kind])
+        for name in in_layers:
             block = checkpoint.block_type(name)
             if block in BLOCK_BITS:
                 packed[name] = PackedBytes(round(math.prod(shapes[name]) * BLOCK_BITS[block] / 8), BYTES)

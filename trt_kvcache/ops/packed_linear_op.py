@@ -1,19 +1,22 @@
 """A product with a packed matrix as a custom operation.
 
 Inputs: rows ``[B, s, in]`` in float16 or bfloat16, and the bytes of the matrix ``[outputs, in]`` as int32: see ``PackedFormat``. Output:
-``[B, s, outputs]``.
+``[B, s, outputs]``. A matrix in NVFP4 also has its factor as the attributes ``factor_high`` and ``factor_low``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.errors import ConfigError, ShapeError
 from trt_kvcache.kernels.expert_tile_kernels import packed_tiles_kernel
 from trt_kvcache.kernels.linear_kernels import MAX_LINEAR_ROWS
+from trt_kvcache.kernels.nvfp4_scales import nvfp4_kernel_factor
 from trt_kvcache.kernels.packed_linear_kernels import packed_linear_kernel
+from trt_kvcache.kernels.packed_tensors import PackedTensors
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import TensorType
@@ -31,17 +34,19 @@ class PackedLinearOp:
 
     name = "packed_linear"
 
-    def __init__(self, *, outputs: int, **attributes: int | float) -> None:
+    def __init__(self, *, outputs: int, factor_high: float = 0.0, factor_low: float = 0.0, **attributes: int | float) -> None:
         self._outputs = int_in_range("packed_linear, outputs", outputs, 1, MAX_DIMENSION, error=ConfigError)
         packed = PackedFormat.from_attributes(attributes, WEIGHT)
         if packed is None or packed.attributes(WEIGHT).keys() != attributes.keys():
             raise ConfigError(
                 f"packed_linear: expected outputs and the format of a packed weight, got {', '.join(attributes) or 'no format'}."
             )
-        if packed.has_factors:
-            raise ConfigError("packed_linear: expected scales without a factor, got those of NVFP4, which only experts have.")
-        self._packed = packed
+        if packed.has_factors is not (factor_high > 0):
+            wanted = "a factor above 0 of scales in NVFP4" if packed.has_factors else "no factor of other scales"
+            raise ConfigError(f"packed_linear, factor_high: expected {wanted}, got {factor_high:g}.")
+        self._packed, self._factor = packed, (float(factor_high), float(factor_low))
         self.attributes: dict[str, int | float] = {"outputs": outputs, **packed.attributes(WEIGHT)}
+        self.attributes |= {"factor_high": self._factor[0], "factor_low": self._factor[1]} if packed.has_factors else {}
 
     def input_types(self, inputs: int, dtype: str, *, batch: int = -1, tokens: int = -1) -> dict[str, TensorType]:
         """Return the inputs in order, by name."""
@@ -69,6 +74,8 @@ class PackedLinearOp:
         count = batch * tokens
         rows, out = inputs[0].reshape(count, width), outputs[0].reshape(count, self._outputs)
         weight = self._packed.tensors(inputs[1:], 1, self._outputs, width)
+        if isinstance(weight, PackedTensors) and self._packed.has_factors:  # the kernels of few rows take one factor
+            weight = replace(weight, factor=self._factor, kernel_factor=nvfp4_kernel_factor(self._factor, rows.dtype))
         run = packed_linear_kernel if count <= MAX_LINEAR_ROWS else packed_tiles_kernel
         if count:
             run(rows, weight, None, out, stream)

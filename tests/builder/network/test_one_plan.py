@@ -235,6 +235,22 @@ class TestPackedKernels:
         plan = build(define_with_plugin_layers(rtx, awq_model(tmp_path), packed_kernels=True, dtype="bfloat16"))
         assert (b"packed_linear" in plan, b"KVCacheAttention" in plan) == (True, True)
 
+    def test_matrices_in_nvfp4_compute_what_they_do_in_8_bits(self, rtx, tmp_path):
+        """Each has a factor of its own, which is in its attributes and in its inputs."""
+        sizes = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 64, "intermediate_size": 96}
+        model, found = write_nvfp4(tmp_path / "model", one_factor=False, **sizes), {}
+        random = np.random.default_rng(1)
+        tokens, padding = (random.integers(0, 37, (MAX_BATCH_SIZE, width)) for width in (24, MAX_PREFILL_LENGTH))
+        for packed_kernels in (False, True):
+            network = define_with_plugin_layers(rtx, model, dtype="bfloat16", packed_kernels=packed_kernels)
+            found[packed_kernels] = run(OnePlan(network), tokens, padding)
+        factors = [one.plugin.fields.attributes["factor_high"] for one in products_of(network).values()]
+        assert len(factors) == 2 * 7
+        assert len(set(factors)) > 7
+        for step, expected in zip(found[True], found[False], strict=True):
+            assert_near(step, expected, 0.03)
+        assert b"packed_linear" in build(network)
+
     @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
     def test_matrices_of_gguf_compute_what_they_do_in_16_bits(self, rtx, tmp_path):
         """In super-blocks of each type, and Q5_0, which has 8 bits there."""

@@ -52,7 +52,7 @@ def weight(
 
 
 def made(*parts: QuantizedWeight | SuperBlocks, dtype: str = "bfloat16") -> PackedMatrices:
-    packed = PackedMatrices.of(parts, dtype, of_experts=True)
+    packed = PackedMatrices.of(parts, dtype)
     assert packed is not None
     return packed
 
@@ -148,13 +148,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("parts", REFUSED.values(), ids=REFUSED)
 def test_other_formats_are_left_to_16_bits(parts: Any) -> None:
-    assert PackedMatrices.of(parts(), "float16", of_experts=True) is None
-
-
-def test_only_experts_may_be_in_nvfp4() -> None:
-    part = weight(**CASES["NVFP4, ModelOpt"])
-    assert made(part).format.has_factors
-    assert PackedMatrices.of([part], "bfloat16") is None
+    assert PackedMatrices.of(parts(), "float16") is None
 
 
 def test_float32_stays_dense() -> None:

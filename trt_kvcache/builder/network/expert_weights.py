@@ -103,4 +103,4 @@ def _packed(config: RoutedMlpConfig, weights: LayerWeights, roles: tuple[str, ..
             if part is None:
                 return None
             parts.append(part)
-    return PackedMatrices.of(parts, dtype, of_experts=True)
+    return PackedMatrices.of(parts, dtype)

@@ -51,18 +51,15 @@ class PackedMatrices:
     arrays: dict[str, Array]  # int32 [n]: values, scales and, if there are some, zero points or factors
 
     @classmethod
-    def of(cls, parts: Sequence[QuantizedWeight | SuperBlocks], dtype: str, *, of_experts: bool = False) -> PackedMatrices | None:
-        """Return matrices for rows of a dtype; None if the kernels do not know their format, or their formats differ.
-
-        Only those ``of_experts`` may be in NVFP4.
-        """
+    def of(cls, parts: Sequence[QuantizedWeight | SuperBlocks], dtype: str) -> PackedMatrices | None:
+        """Return matrices for rows of a dtype; None if the kernels do not know their format, or their formats differ."""
         if dtype not in ELEMENT_TYPES:
             return None
         groups = [part for part in parts if isinstance(part, QuantizedWeight)]
         super_blocks = [part for part in parts if isinstance(part, SuperBlocks)]
         if groups and super_blocks:
             return None
-        return cls._of_groups(groups, dtype, of_experts=of_experts) if groups else cls._of_super_blocks(super_blocks, dtype)
+        return cls._of_groups(groups, dtype) if groups else cls._of_super_blocks(super_blocks, dtype)
 
     @classmethod
     def _of_super_blocks(cls, parts: Sequence[SuperBlocks], dtype: str) -> PackedMatrices | None:
@@ -74,9 +71,7 @@ class PackedMatrices:
         return cls(PackedFormat(kind=KINDS.index(kinds.pop()) + 1, group_shift=0, scales=0), _as_int32(joined))
 
     @classmethod
-    def _of_groups(cls, parts: Sequence[QuantizedWeight], dtype: str, *, of_experts: bool) -> PackedMatrices | None:
-        if not of_experts and any(map(_is_nvfp4, parts)):
-            return None
+    def _of_groups(cls, parts: Sequence[QuantizedWeight], dtype: str) -> PackedMatrices | None:
         found = [_packed(part, dtype) for part in parts]
         packed = [one for one in found if one is not None]
         if not packed or len(packed) < len(found) or len({(one.kind, one.shift, one.values.shape[1]) for one in packed}) > 1:
@@ -144,7 +139,7 @@ def _packed(weight: QuantizedWeight, dtype: str) -> _Packed | None:
     kind_of_values, inputs = weight.quantized_values.kind, weight.shape[1]
     if kind_of_values not in PACKED_KINDS or inputs % INPUT_GRANULE or weight.input_factor is not None or weight.group_index is not None:
         return None
-    if _is_nvfp4(weight):
+    if kind_of_values == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES):
         return _packed_nvfp4(weight, dtype)
     shift = shift_of_groups(weight.scales.block[1], weight.scales.stored.shape[1])
     if shift is None:
@@ -158,10 +153,6 @@ def _packed(weight: QuantizedWeight, dtype: str) -> _Packed | None:
         return None
     shifted = (values.astype(np.int16) + added).astype(np.int8 if kind == "int8" else np.uint8) if added else values
     return _Packed(kind, shift, pack_values(shifted, kind), stored, zero_points)
-
-
-def _is_nvfp4(weight: QuantizedWeight) -> bool:
-    return weight.quantized_values.kind == "e2m1" and weight.scales.stored.dtype == numpy_dtype(NVFP4_SCALES)
 
 
 def _packed_nvfp4(weight: QuantizedWeight, dtype: str) -> _Packed | None:

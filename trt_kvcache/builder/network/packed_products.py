@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from trt_kvcache.builder.network.packed_matrices import PackedMatrices
 from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks
@@ -50,4 +52,7 @@ def _product(stored: QuantizedWeight | SuperBlocks | None, dtype: str) -> Packed
     if stored is None or matrix is None:
         return None
     outputs, inputs = stored.shape
-    return PackedProduct(PackedLinearOp(outputs=outputs, **matrix.format.attributes(WEIGHT)), inputs, matrix)
+    attributes = matrix.format.attributes(WEIGHT)
+    if matrix.format.has_factors:
+        attributes["factor_high"], attributes["factor_low"] = matrix.arrays["factors"][:2].view(np.float32).tolist()
+    return PackedProduct(PackedLinearOp(outputs=outputs, **attributes), inputs, matrix)
