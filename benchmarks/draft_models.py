@@ -40,14 +40,7 @@ HERE = Path(__file__).resolve().parent
 LIMIT = 2.6
 
 #: Published with a head that is tied to the embedding, and as large.
-LLAMA_3_2_1B = LLAMA_3_8B | {
-    **{
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-    }
-}
+LLAMA_3_2_1B = LLAMA_3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
 EAGLE3_8B = {
     **{
         name: LLAMA_3_8B[name]

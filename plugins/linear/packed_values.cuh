@@ -306,7 +306,7 @@ struct PackedMatrix {
     int groups, group_shift;  // of an output; a group is 2^group_shift halves of a fragment
     int scale_pairs;          // of a group of 16 outputs: 8, or with Float8 also 1 that all of them share
     // In NVFP4 groups are quarters of a fragment. There, group_shift and scale_pairs hold the bits of the factor of a single
-    // matrix (high and low), and zero_points points to the factors of the tiles of experts.
+    // matrix (high and low), and zero_points points to the factors of tiles, which experts and row tiles read.
 
     // Of 16 outputs, the part of a lane: of the first fragment, and the scales of row g of the first two groups, or twice
     // of the first one if fragments are not divided. And row g of the first group.

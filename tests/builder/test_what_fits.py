@@ -19,7 +19,7 @@ from tests.helpers.gguf_experts import write_gguf_experts
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import write_model
 from tests.helpers.mtp import write_mtp_model
-from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_gptq, write_quantized
+from tests.helpers.quantized_models import ALL_CASES, GPTQ_CONFIG, gptq, write_gptq, write_nvfp4, write_quantized
 from tests.paths import GOLDEN
 from trt_kvcache import KVCacheConfig, estimate_build, what_fits
 from trt_kvcache.builder.options import BuildOptions
@@ -331,6 +331,15 @@ def test_super_blocks_fit_as_a_build_with_packed_kernels_stores_them(tmp_path: P
     built = estimate_build(tmp_path / "model", attention="plugin", packed_kernels=True)
     assert fits[1].weights_nbytes == built.weights_nbytes < fits[0].weights_nbytes / 2
     assert PACKED_KERNELS not in {fit.weights for fit in what_fits(tmp_path / "model", 10**9, dtype="float32")}
+
+
+def test_fp4_fits_as_a_build_with_packed_kernels_stores_it(tmp_path: Path) -> None:
+    """Elsewhere than on GPUs that have it."""
+    model = write_nvfp4(tmp_path / "model", one_factor=False, hidden_size=64, head_dim=64, intermediate_size=96, torch_dtype="bfloat16")
+    wide, packed = (fit for fit in what_fits(model, 10**9) if fit.kv_scales is None)
+    assert (wide.weights, packed.weights) == ("ModelOpt NVFP4", PACKED_KERNELS)
+    assert packed.weights_nbytes < wide.weights_nbytes
+    assert PACKED_KERNELS not in {fit.weights for fit in what_fits(model, 10**9, compute_capabilities=["12.0"])}
 
 
 def test_in_float32_pytorch_has_neither_packed_weights_nor_k_and_v_in_8_bits(tmp_path: Path) -> None:

@@ -190,6 +190,10 @@ class PackedModel:
         of_head = PackedModel.of(head, has_fp4=has_fp4)
         return cls(checkpoint.config, packed, replace(of_head, model=with_own_tensors(head.config)))
 
+    def weights_nbytes(self, dtype: str) -> int:
+        """Return the bytes of the weights of an engine that computes in a dtype."""
+        return EngineWeights.of(self.model, self.packed, dtype, segmented=False, has_plugin_layers=True).nbytes
+
     def rounded(self, quantize: str) -> PackedModel:
         """Return the same model with weights rounded to ``quantize``."""
         shapes, schemes = tensor_shapes(self.model), rounding_schemes(self.model, Quantization.parse(quantize))

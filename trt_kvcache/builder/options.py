@@ -118,8 +118,8 @@ class BuildOptions:
         If left out, True for TensorRT 10.13 and 10.14, which may corrupt it otherwise: see ``docs/jetson.md``.
     packed_kernels : bool
         With plugin attention in one plan: True for products with the packed matrices of attention, MLPs and head by kernels of this
-        package, as plugin layers, in place of TensorRT's own. They keep ``Q4_K``, ``Q5_K`` and ``Q6_K`` of GGUF packed too: see
-        ``docs/quantization.md``.
+        package, as plugin layers, in place of TensorRT's own. They keep FP4, and ``Q4_K``, ``Q5_K`` and ``Q6_K`` of GGUF,
+        packed too: see ``docs/quantization.md``.
     operations : mapping of str to str, optional
         With plugin attention, names of registered operations in place of those of this package, such as ``{"attention": "windowed"}``:
         see ``docs/operations.md``. ``"attention"``, ``"embedding"``, ``"experts"`` and

@@ -38,8 +38,8 @@ ROUNDINGS = ("int8", "int4:32", "int4:128")
 #: int8 saves nothing.
 SMALLEST = {True: "int4:128,embedding=int4:128", False: "int4:128,embedding=int8,head=int8"}
 
-#: Super-blocks of GGUF as they are stored, by that option of a build.
-PACKED_KERNELS = "GGUF, --packed-kernels"
+#: Weights as they are stored, by that option of a build, which TensorRT's own layers would widen.
+PACKED_KERNELS = "as stored, --packed-kernels"
 
 #: Quantized K and V of any checkpoint. float8_e4m3fn takes the bytes of int8.
 KV_BY_TOKEN = QuantizedKV("int8", "token")
@@ -52,7 +52,7 @@ class Fit:
     Parameters
     ----------
     weights : str
-        Rounding of weights, as ``quantize=`` takes it, the format of the checkpoint, or ``"GGUF, --packed-kernels"``.
+        Rounding of weights, as ``quantize=`` takes it, the format of the checkpoint, or ``"as stored, --packed-kernels"``.
     kv_dtype : str
         Dtype of K and V. A fit with ``"int8"`` and scales by token is one with ``"float8_e4m3fn"`` too.
     kv_scales : str or None
@@ -125,9 +125,9 @@ def what_fits(
     -------
     tuple of Fit
         A checkpoint in 16 bits first as it is, then rounded to formats that the GPUs support; a quantized one as it is. Matrices in
-        super-blocks of GGUF first in 16 bits, as a build dequantizes them, then packed with ``packed_kernels``, then rounded. Each with K
-        and V in the dtype of the engine and, if plugin attention supports the model, in 8 bits: with a scale for each token, and with
-        static scales if the checkpoint has some.
+        super-blocks of GGUF, or in FP4, first as TensorRT's layers store them, then packed with ``packed_kernels``; super-blocks then
+        rounded. Each with K and V in the dtype of the engine and, if plugin attention supports the model, in 8 bits: with a scale for
+        each token, and with static scales if the checkpoint has some.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def what_fits(
             is_built = all(_builds(one, options, target) for one in (model, *([head.config] if head else [])))
             has_fp4, is_quantized = have_fp4(compute_capabilities), bool(checkpoint.quantized_names)
             source = PackedModel.of(checkpoint, has_fp4=has_fp4, head=head)
-            in_blocks = PackedModel.of(checkpoint, has_fp4=has_fp4, packed_kernels=True, head=head)
+            in_layers = PackedModel.of(checkpoint, has_fp4=has_fp4, packed_kernels=True, head=head)
             in_torch = None
             if has_host_table or not is_built:
                 in_torch = TorchMemory.of(checkpoint, adapters_rank=adapters_rank, has_host_table=has_host_table, head=head)
@@ -179,8 +179,8 @@ def what_fits(
     roundings = () if is_quantized else (*ROUNDINGS, SMALLEST[model.tie_word_embeddings])
     rounded = ((one, source.rounded(one)) for one in roundings)
     sources = [(format_, source, options), *((one, packed, options) for one, packed in rounded if _exists(packed, options, tensorrt))]
-    if in_blocks.packed.keys() != source.packed.keys():
-        sources.insert(1, (PACKED_KERNELS, in_blocks, replace(options, packed_kernels=True)))
+    if in_layers.weights_nbytes(dtype or model.dtype) < source.weights_nbytes(dtype or model.dtype):
+        sources.insert(1, (PACKED_KERNELS, in_layers, replace(options, packed_kernels=True)))
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     fits = (
         _fit(source, weights, quantized, budget, slots=max_batch_size, length=length, options=of_weights, target=target)

@@ -87,8 +87,8 @@ class BuildFlags:
         bool,
         typer.Option(
             "--packed-kernels",
-            help="With plugin attention: multiply with packed weights by kernels of this package. They also keep Q4_K, Q5_K and "
-            "Q6_K of GGUF packed.",
+            help="With plugin attention: multiply with packed weights by kernels of this package. They also keep FP4, and "
+            "Q4_K, Q5_K and Q6_K of GGUF, packed.",
         ),
     ] = False
     flavour: Annotated[

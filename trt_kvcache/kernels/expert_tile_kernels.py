@@ -150,6 +150,6 @@ expert_tiles_up_kernel = Kernel(_up_on_host, _up_on_device)
 #: Multiply ``x [n * k, in]``, in the order of the experts, with them. ``out [n * k, outputs]`` has the products in the order of pairs.
 expert_tiles_down_kernel = Kernel(_down_on_host, _down_on_device)
 
-#: Multiply rows ``x [n, in]`` with one packed matrix, not one in NVFP4 with a single factor: the kernels read a factor of each tile.
+#: Multiply rows ``x [n, in]`` with one packed matrix, which in NVFP4 has a factor of each tile.
 #: ``bias [outputs]`` or None; ``out [n, outputs]``.
 packed_tiles_kernel = Kernel(_linear_on_host, _linear_on_device)

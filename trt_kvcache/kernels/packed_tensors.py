@@ -82,7 +82,7 @@ class PackedTensors:
     zero_points: DeviceTensor | None  # uint8 or int8 [tiles, groups, 8, 2]
     factor: tuple[float, float] | None = None  # of all scales of NVFP4: see nvfp4_scales()
     kernel_factor: tuple[float, float] | None = None  # the one that the kernels take for it, without NVFP4_UNIT: see nvfp4_kernel_factor()
-    factors: DeviceTensor | None = None  # of experts, instead of both: float32 [tiles, 2]
+    factors: DeviceTensor | None = None  # of each tile, for kernels of experts and of tiles: float32 [tiles, 2]
     kernel_factors: DeviceTensor | None = None  # the ones that the kernels take for them, times NVFP4_UNIT: see kernel_factors_of()
 
     @property

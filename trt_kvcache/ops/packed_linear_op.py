@@ -45,6 +45,7 @@ class PackedLinearOp:
             wanted = "a factor above 0 of scales in NVFP4" if packed.has_factors else "no factor of other scales"
             raise ConfigError(f"packed_linear, factor_high: expected {wanted}, got {factor_high:g}.")
         self._packed, self._factor = packed, (float(factor_high), float(factor_low))
+        self._kernel_factors: dict[str, tuple[float, float] | None] = {}  # by dtype: finding one takes time
         self.attributes: dict[str, int | float] = {"outputs": outputs, **packed.attributes(WEIGHT)}
         self.attributes |= {"factor_high": self._factor[0], "factor_low": self._factor[1]} if packed.has_factors else {}
 
@@ -75,7 +76,9 @@ class PackedLinearOp:
         rows, out = inputs[0].reshape(count, width), outputs[0].reshape(count, self._outputs)
         weight = self._packed.tensors(inputs[1:], 1, self._outputs, width)
         if isinstance(weight, PackedTensors) and self._packed.has_factors:  # the kernels of few rows take one factor
-            weight = replace(weight, factor=self._factor, kernel_factor=nvfp4_kernel_factor(self._factor, rows.dtype))
+            if rows.dtype not in self._kernel_factors:
+                self._kernel_factors[rows.dtype] = nvfp4_kernel_factor(self._factor, rows.dtype)
+            weight = replace(weight, factor=self._factor, kernel_factor=self._kernel_factors[rows.dtype])
         run = packed_linear_kernel if count <= MAX_LINEAR_ROWS else packed_tiles_kernel
         if count:
             run(rows, weight, None, out, stream)

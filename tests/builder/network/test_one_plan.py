@@ -252,7 +252,8 @@ class TestPackedKernels:
         assert b"packed_linear" in build(network)
 
     @pytest.mark.filterwarnings("ignore:.*dequantized when they are read")
-    def test_matrices_of_gguf_compute_what_they_do_in_16_bits(self, rtx, tmp_path):
+    @pytest.mark.parametrize("logits", [1, 5])
+    def test_matrices_of_gguf_compute_what_they_do_in_16_bits(self, rtx, tmp_path, logits):
         """In super-blocks of each type, and Q5_0, which has 8 bits there."""
         pytest.importorskip("gguf")
         from tests.helpers.gguf_files import write_q4_k_m
@@ -262,7 +263,7 @@ class TestPackedKernels:
         tokens, padding = (random.integers(0, 37, (MAX_BATCH_SIZE, width)) for width in (24, MAX_PREFILL_LENGTH))
         found = {}
         for packed_kernels in (False, True):
-            network = define_with_plugin_layers(rtx, tmp_path / "model", dtype="bfloat16", packed_kernels=packed_kernels)
+            network = define_with_plugin_layers(rtx, tmp_path / "model", dtype="bfloat16", logits=logits, packed_kernels=packed_kernels)
             found[packed_kernels] = run(OnePlan(network), tokens, padding)
         kinds = {name: one.plugin.fields.attributes["weight_kind"] for name, one in products_of(network).items()}
         assert {role: kinds[f"model.layers.0.{role}/packed_linear"] for role in ("q", "k", "v", "up")} == {"q": 6, "k": 2, "v": 7, "up": 5}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache._util.in_threads import row_slices
+from trt_kvcache._util.in_threads import for_each, row_slices
 from trt_kvcache.builder.network.packed_arrays import in_tiles, pack_values
 from trt_kvcache.checkpoint.quantized.super_blocks import SuperBlocks, factors_of, read_scales, read_values
 from trt_kvcache.kernels.packed_layout import FRAGMENT_INPUTS, FRAGMENT_OUTPUTS, HALF_INPUTS, count_tiles
@@ -16,7 +16,7 @@ from trt_kvcache.kernels.super_block_layout import HIGH_BITS, LARGEST, LOW_NBYTE
 Array = npt.NDArray[Any]
 
 #: Weights that are unpacked at once.
-_ELEMENTS = 1 << 24
+_ELEMENTS = 1 << 22
 
 
 def super_block_arrays(stored: SuperBlocks, largest: float) -> dict[str, Array] | None:
@@ -30,10 +30,13 @@ def super_block_arrays(stored: SuperBlocks, largest: float) -> dict[str, Array] 
     scales = np.empty((outputs, inputs // HALF_INPUTS, 2), np.uint8)
     read_scales(blocks, stored.kind, scales)
     packed = np.empty((count_tiles(outputs), inputs // FRAGMENT_INPUTS * fragment_nbytes(kind)), np.uint8)
-    for rows in row_slices(outputs, inputs, _ELEMENTS, multiple=FRAGMENT_OUTPUTS):
+
+    def pack(rows: slice) -> None:
         values = np.empty((rows.stop - rows.start, inputs), np.uint8)
         read_values(blocks[rows], stored.kind, values)
         packed[rows.start // FRAGMENT_OUTPUTS : count_tiles(rows.stop)] = _pack_values(values, kind)
+
+    for_each(pack, row_slices(outputs, inputs, _ELEMENTS, multiple=FRAGMENT_OUTPUTS))
     of_factors = [in_tiles(factors[..., index], inputs // SUPER_BLOCK) for index in range(factors.shape[2])]
     return {"values": packed, "scales": _pack_scales(scales), "factors": np.stack(of_factors, axis=-1)}
 

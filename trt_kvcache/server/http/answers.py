@@ -67,8 +67,9 @@ def _cached(usage: Mapping[str, Any]) -> int:
 async def chunks_of(engine: EngineClient, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
     """Yield the chunks of the answers to all requests, each with the index of its request. If one fails, the others are cancelled."""
     if len(requests) == 1:
-        async with aclosing(_generated(engine, requests[0])) as chunks:
+        async with aclosing(engine.generate(requests[0])) as chunks:
             async for chunk in chunks:
+                _raise_if_cancelled(chunk)
                 yield 0, chunk
         return
     async with aclosing(_merged(engine, requests)) as merged:
@@ -76,21 +77,19 @@ async def chunks_of(engine: EngineClient, requests: Sequence[Mapping[str, Any]])
             yield item
 
 
-async def _generated(engine: EngineClient, request: Mapping[str, Any]) -> AsyncGenerator[GenerateChunk, None]:
-    """Yield the chunks of the answers to one request. Raises ClosedError if the server has cancelled it: only one that ends does that."""
-    async with aclosing(engine.generate(request)) as chunks:
-        async for chunk in chunks:
-            if chunk.get("finish_reason") == "cancelled":
-                raise ClosedError("this server is about to end: the answer was not complete in time. Try again later.")
-            yield chunk
+def _raise_if_cancelled(chunk: GenerateChunk) -> None:
+    """Raise ClosedError if the server has cancelled the answer: only one that ends does that."""
+    if chunk.get("finish_reason") == "cancelled":
+        raise ClosedError("this server is about to end: the answer was not complete in time. Try again later.")
 
 
 async def _merged(engine: EngineClient, requests: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
     ready: asyncio.Queue[tuple[int, GenerateChunk] | None] = asyncio.Queue(maxsize=len(requests))
 
     async def pump(index: int) -> None:
-        async with aclosing(_generated(engine, requests[index])) as chunks:
+        async with aclosing(engine.generate(requests[index])) as chunks:
             async for chunk in chunks:
+                _raise_if_cancelled(chunk)
                 await ready.put((index, chunk))
 
     async def pump_all() -> None:
