@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 import torch
 from packed_weights import quantized
-from random_model import LLAMA_3_8B as LLAMA_3_8B_SHAPE, QWEN2_0_5B, QWEN3_4B
+from random_model import GEMMA_4_E4B, LLAMA_3_8B as LLAMA_3_8B_SHAPE, QWEN2_0_5B, QWEN3_4B
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 from weight_schemes import scheme_of
@@ -25,7 +25,7 @@ from trt_kvcache.torch_engine.stored_weights import LoadPacked, LoadTensor
 
 LLAMA_3_8B = {**LLAMA_3_8B_SHAPE, "max_position_embeddings": 8192 + 1024}  # room for tokens after 8192
 
-MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen2-0.5B": QWEN2_0_5B, "Qwen3-4B": QWEN3_4B}
+MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen2-0.5B": QWEN2_0_5B, "Qwen3-4B": QWEN3_4B, "Gemma-4-E4B": GEMMA_4_E4B}
 
 #: Fields of models with which the script is only tried. Matrices have rows of whole super-blocks.
 _TINY = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
@@ -39,19 +39,34 @@ _SMALL = {
     "head_dim": 64,
 }
 
+#: What such models of Gemma 4 have beside: of both kinds of layers one that stores K and V, and one that reads them.
+_GEMMA_4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 16,
+    "hidden_size_per_layer_input": 64,
+}
+
 #: Standard deviation of logits: top-p then keeps some tokens, and the most likely one is seldom near the next. A small model whose head is
-#: its embedding repeats one token, unless the embedding is small beside what the layers add to it.
+#: its embedding repeats one token, unless the embedding, after its scale, is small beside what the layers add to it.
 _LOGITS_DEVIATION, _SMALL_TIED_LOGITS_DEVIATION = 4.0, 1.0
 
 
 def tiny(config: dict[str, Any]) -> dict[str, Any]:
     """Return a model of the same family that any machine runs in a moment."""
-    return {**config, **_TINY, "num_key_value_heads": 2}
+    return _of_family(config, {**_TINY, "num_key_value_heads": 2})
 
 
 def small(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return a model of the same family whose tokens are compared."""
-    return {**config, **_SMALL, "num_key_value_heads": 2, "torch_dtype": dtype}
+    return _of_family(config, {**_SMALL, "num_key_value_heads": 2, "torch_dtype": dtype})
+
+
+def _of_family(config: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    if config["model_type"] == "gemma4_text":
+        fields = {**fields, **_GEMMA_4, "global_head_dim": 2 * fields["head_dim"], "vocab_size_per_layer_input": fields["vocab_size"]}
+    return {**config, **fields}
 
 
 class RandomModel:
@@ -79,12 +94,15 @@ class RandomModel:
     def _fill(self, seed: int) -> None:
         random = torch.Generator(self.device).manual_seed(seed)
         is_small_and_tied = self.config.tie_word_embeddings and self.config.hidden_size <= _SMALL["hidden_size"]
-        logits_deviation = _SMALL_TIED_LOGITS_DEVIATION if is_small_and_tied else _LOGITS_DEVIATION
+        small_tied = _SMALL_TIED_LOGITS_DEVIATION / self.config.embedding_factor(self.config.dtype)
+        logits_deviation = small_tied if is_small_and_tied else _LOGITS_DEVIATION
         for name, weight in self.peer.named_parameters():
             if name.endswith("norm.weight"):
                 weight.normal_(1.0, 0.02, generator=random)
             elif name.endswith("bias"):
                 weight.normal_(0.0, 0.02, generator=random)
+            elif "embed_tokens_per_layer" in name:  # of order 1 after its scale
+                weight.normal_(0.0, (weight.shape[1] / self.config.num_layers) ** -0.5, generator=random)
             elif "embed_tokens" in name or "lm_head" in name:
                 weight.normal_(0.0, logits_deviation / math.sqrt(self.config.hidden_size), generator=random)
             else:

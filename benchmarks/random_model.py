@@ -61,6 +61,37 @@ GEMMA_3_1B = {
     "max_position_embeddings": 32768,
     "torch_dtype": "bfloat16",
 }
+#: The shape of Gemma 4 E4B, without its towers: heads of 256 with a window and of 512 without, K and V of 24 layers for all 42, and a
+#: second embedding with an input of each layer.
+GEMMA_4_E4B = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+    "num_kv_shared_layers": 18,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": 30.0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+    },
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 #: The sizes of Phi-4-mini, with plain RoPE over three quarters of a head of 128.
 PHI_4_MINI = {
     "model_type": "phi3",

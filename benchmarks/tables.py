@@ -679,6 +679,7 @@ _FILES = {
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,
     "end_to_end": end_to_end_report.rows,
+    "end_to_end_gemma_4": end_to_end_report.rows,
 }
 
 
