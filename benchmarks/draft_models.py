@@ -33,6 +33,7 @@ from trt_kvcache import InferenceSession
 from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import tensor_shapes
+from trt_kvcache.session.draft_pace import DraftPace
 
 HERE = Path(__file__).resolve().parent
 
@@ -198,7 +199,8 @@ def fixed_length(length: int) -> Iterator[None]:
     if not length:
         yield
         return
-    with patch.object(Drafting, "length", lambda self, num_tokens: length):
+    of_step = patch.object(DraftPace, "length", lambda self, running, draftings: length)
+    with of_step, patch.object(Drafting, "length", lambda self, longest: longest):
         yield
 
 

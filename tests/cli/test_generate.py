@@ -397,7 +397,7 @@ def test_options_that_an_engine_folder_fixes_are_refused(run: Run, engine: Path,
 
 
 def test_drafts_change_no_text_and_are_counted(run: Run):
-    prompt = "Down the Rabbit-Hole. Down the Rabbit-Hole. Down the"
+    prompt = "the Hatter, said the Hatter, said the Hatter, said"
     plain = run("generate", SHIPPED, *REFERENCE, "-p", prompt, "-n", 200, "--ignore-eos", "--json")
     done = run("generate", SHIPPED, *REFERENCE, "-p", prompt, "-n", 200, "--ignore-eos", "--json", "--draft", "ngram")
     found, expected = json.loads(done.out), json.loads(plain.out)

@@ -1,7 +1,10 @@
-"""The length of the drafts of a request, and its counters."""
+"""The acceptance of the drafts of a request, their length, and its counters."""
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from hypothesis import given, strategies as st
 
 from trt_kvcache.generation.drafting import Drafting
@@ -12,54 +15,61 @@ def drafting() -> Drafting:
     return Drafting(NgramDrafter())
 
 
-def test_drafts_that_are_accepted_double_up_to_fifteen() -> None:
-    one, lengths = drafting(), []
-    for place in range(4):
-        lengths.append(one.length(place))
-        one.record(lengths[-1], lengths[-1], place)
-    assert lengths == [3, 7, 15, 15]
-    assert (one.proposed, one.accepted) == (40, 40)
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("length", [1, 7])
+def test_the_rate_is_that_of_single_tokens(rate: float, length: int) -> None:
+    """Not the share of drafted tokens, most of which come after a miss."""
+    chance, one, rates = random.Random(1), drafting(), []
+    for _ in range(4000):
+        accepted = next((place for place in range(length) if chance.random() >= rate), length)
+        one.record(length, accepted)
+        rates.append(one.rate)
+    assert sum(rates[50:]) / len(rates[50:]) == pytest.approx(rate, abs=0.04)
 
 
-def test_a_short_draft_that_is_accepted_does_not_shorten_the_next() -> None:
+def test_a_text_that_changes_is_noticed_within_some_tokens() -> None:
     one = drafting()
-    one.record(1, 1, 0)
-    assert one.length(0) == 3
+    for _ in range(20):
+        one.record(15, 15)
+    assert one.rate > 0.97
+    for _ in range(24):
+        one.record(1, 0)
+    assert one.rate < 0.5
 
 
-def test_drafts_of_which_half_is_accepted_keep_their_length() -> None:
+def test_expected_tokens() -> None:
     one = drafting()
-    one.record(3, 2, 0)
-    assert one.length(0) == 3
+    for _ in range(1000):
+        one.record(2, 1)
+    assert one.rate == pytest.approx(0.5)
+    assert [one.expected_tokens(length) for length in range(4)] == pytest.approx([1, 1.5, 1.75, 1.875])
 
 
-def test_drafts_that_are_rejected_become_shorter_then_pause_longer_each_time() -> None:
-    one, tried = drafting(), []
-    for tokens in range(600):
-        length = one.length(tokens)
-        if length:
-            tried.append((tokens, length))
-            one.record(length, 0, tokens)
-    assert tried == [(0, 3), (1, 1), (9, 1), (25, 1), (57, 1), (121, 1), (249, 1), (377, 1), (505, 1)]
-
-
-def test_an_accepted_draft_ends_the_long_pauses() -> None:
+def test_a_draft_ends_before_a_token_that_would_hardly_be_accepted() -> None:
     one = drafting()
-    for tokens in (0, 1, 9, 25):
-        one.record(one.length(tokens), 0, tokens)
-    assert [one.length(tokens) for tokens in (56, 57)] == [0, 1]
-    one.record(1, 1, 58)
-    assert one.length(58) == 3
-    for tokens in (58, 59):
-        one.record(one.length(tokens), 0, tokens)
-    assert [one.length(tokens) for tokens in (66, 67)] == [0, 1]
+    assert [one.length(longest) for longest in (0, 1, 3, 7, 15)] == [0, 1, 3, 5, 5]  # 0.6 ** 5 is 0.078
+    for _ in range(100):
+        one.record(1, 0)
+    assert [one.length(longest) for longest in (0, 1, 15)] == [0, 1, 1]
+    for _ in range(100):
+        one.record(15, 15)
+    assert one.length(15) == 15
+
+
+def test_a_tree_misses_where_its_longest_path_is_not_accepted_to_its_end() -> None:
+    chain, tree = drafting(), drafting()
+    tree.record(9, 3, depth=3)
+    chain.record(3, 3)
+    assert tree.rate == chain.rate
+    assert (tree.proposed, tree.accepted) == (9, 3)
 
 
 @given(st.lists(st.tuples(st.integers(1, 15), st.integers(0, 15))))
-def test_lengths_are_those_of_an_enqueue(drafts: list[tuple[int, int]]) -> None:
+def test_counters_and_bounds(drafts: list[tuple[int, int]]) -> None:
     one = drafting()
-    for tokens, (proposed, accepted) in enumerate(drafts):
-        length = one.length(tokens)
-        assert length in (0, 1, 3, 7, 15)
-        if length:
-            one.record(min(proposed, length), min(accepted, proposed, length), tokens)
+    for proposed, accepted in drafts:
+        one.record(proposed, min(accepted, proposed))
+        assert 0 < one.rate < 1
+        assert 1 <= one.length(7) <= 7
+    assert one.proposed == sum(proposed for proposed, _ in drafts)
+    assert one.accepted == sum(min(pair) for pair in drafts)

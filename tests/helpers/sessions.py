@@ -14,6 +14,8 @@ from tests.helpers.recording import cache_rows, kv_config, logits_after, recorde
 from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.generation.device_sampler import DeviceSampler
+from trt_kvcache.generation.drafting import Drafting
+from trt_kvcache.session.draft_pace import LENGTHS, DraftPace
 from trt_kvcache.session.hidden_states import downloaded
 
 MAX_SEQUENCE_LENGTH = 16
@@ -121,8 +123,14 @@ def ahead(session: InferenceSession) -> InferenceSession:
 
 def always_drafting(session: InferenceSession) -> InferenceSession:
     """Have the steps of a session verify drafts whether they pay or not, and return it."""
-    session._decode_steps._pace = None
+    session._decode_steps._pace.length = lambda running, draftings: LENGTHS[-1]
     return session
+
+
+def draft_lengths(monkeypatch: pytest.MonkeyPatch, length: Callable[[Drafting], int]) -> None:
+    """Have all steps verify drafts, and give each draft of a request the length that the function returns."""
+    monkeypatch.setattr(DraftPace, "length", lambda self, running, draftings: LENGTHS[-1])
+    monkeypatch.setattr(Drafting, "length", lambda self, longest: length(self))
 
 
 def hidden_rows(session: InferenceSession, slot: int, count: int) -> Any:

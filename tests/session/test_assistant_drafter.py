@@ -24,12 +24,11 @@ from tests.helpers.assistants import (
 )
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.mtp import ring_prompts
-from tests.helpers.sessions import ahead, by_prompt, draft_logits, drain, hidden_rows
+from tests.helpers.sessions import ahead, by_prompt, draft_lengths, draft_logits, drain, hidden_rows
 from tests.session.reference_sessions import OPTIONS
 from tests.session.test_mtp_drafter import PROMPTS, Open, Watched, drafter_of, params, random_program
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import CheckpointError, ConfigError
-from trt_kvcache.generation.drafting import Drafting
 
 pytestmark = pytest.mark.usefixtures("choice_of_drafts")
 
@@ -73,7 +72,7 @@ class Checked:
     """Watches the assistant of a session, and compares its logits with those in float64, over K, V and states of another session."""
 
     def __init__(self, session: InferenceSession, assistant: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
+        draft_lengths(monkeypatch, lambda drafting: 3)
         self.watched = Watched(drafter_of(session))
         self._oracle, self._assistant, self._model = AssistantInFloat64(assistant, model), assistant, model
         self.logits = draft_logits(drafter_of(session), monkeypatch)

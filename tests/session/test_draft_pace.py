@@ -1,71 +1,161 @@
-"""Drafts pause where steps with drafts give fewer tokens per second."""
+"""The length of the drafts of a step: the one that gives the most tokens per second."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
 
-from trt_kvcache.session.draft_pace import DraftPace
+from trt_kvcache.generation.drafting import Drafting
+from trt_kvcache.generation.ngram_drafter import NgramDrafter
+from trt_kvcache.session.draft_pace import LENGTHS, DraftPace
+
+Cost = Callable[[int], float]
+
+
+def linear(verify: float, token: float) -> Cost:
+    """Return the seconds of a step by the length of its drafts."""
+    return lambda length: verify + token * length if length else 1.0
+
+
+#: Measured on an H200 with Llama-3-8B: an EAGLE-3 head at batch 1 and 8, a draft model of 1B at batch 1 and 8.
+COSTS = {"head": linear(1.13, 0.064), "head, 8": linear(1.2, 0.064), "model": linear(1.13, 0.21), "model, 8": linear(1.2, 0.25)}
 
 
 class Steps:
-    """Simulates decode steps with known durations. A step verifies drafts if ``DraftPace`` allows them."""
+    """Simulates decode steps with known durations, and drafts whose tokens are right at a known rate."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.pace = DraftPace(lambda: self.now)
+    def __init__(self, requests: int = 1, *, seed: int = 0) -> None:
+        self.now, self.tokens = 0.0, 0
+        self.pace = DraftPace(measures=True, clock=lambda: self.now)
+        self.draftings = [Drafting(NgramDrafter()) for _ in range(requests)]
+        self._random = random.Random(seed)
 
-    def run(self, count: int, *, plain: float, drafted: float, tokens: int, running: int = 1) -> list[bool]:
-        """Return whether each step had drafts, which add ``tokens - running`` tokens."""
+    def run(self, count: int, cost: Cost, rates: Sequence[float]) -> list[int]:
+        """Run steps and return the lengths of their drafts."""
         found = []
         for _ in range(count):
-            found.append(self.pace.allows(running))
-            self.now += drafted if found[-1] else plain
-            self.pace.count(running, tokens if found[-1] else running, drafted=found[-1])
+            length = self.pace.length(len(self.draftings), self.draftings)
+            self.now += cost(length)
+            for drafting, rate in zip(self.draftings, rates, strict=True):
+                accepted = next((place for place in range(length) if self._random.random() >= rate), length)
+                self.tokens += 1 + accepted
+                if length:
+                    drafting.record(length, accepted)
+            self.pace.count(len(self.draftings), length)
+            found.append(length)
         return found
 
 
-def test_drafts_that_pay_run_in_every_step_but_the_first():
-    found = Steps().run(100, plain=1.0, drafted=1.9, tokens=2)
-    assert found == [False] * 4 + [True] * 96
+def tokens_per_second(length: int, cost: Cost, rate: float) -> float:
+    return sum(rate**place for place in range(length + 1)) / cost(length)
 
 
-@pytest.mark.parametrize(("drafted", "tokens", "running"), [(2.1, 2, 1), (3.0, 10, 4)])
-def test_drafts_that_do_not_pay_are_tried_less_and_less(drafted, tokens, running):
+@pytest.mark.parametrize("rate", [0.0, 0.2, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("name", COSTS)
+def test_steps_are_nearly_as_fast_as_with_the_best_length(name: str, rate: float) -> None:
+    cost, requests = COSTS[name], 8 if "8" in name else 1
+    best = max(tokens_per_second(length, cost, rate) for length in LENGTHS)
+    steps = Steps(requests)
+    steps.run(3000, cost, [rate] * requests)
+    assert steps.tokens / steps.now / requests >= 0.94 * best
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.5])
+@pytest.mark.parametrize("name", COSTS)
+def test_a_short_answer_is_not_much_slower_than_without_drafts(name: str, rate: float) -> None:
+    requests, speeds = 8 if "8" in name else 1, []
+    for seed in range(20):
+        steps = Steps(requests, seed=seed)
+        steps.run(128, COSTS[name], [rate] * requests)
+        speeds.append(steps.tokens / steps.now / requests)
+    print(name, rate, sum(speeds) / len(speeds))
+    assert sum(speeds) / len(speeds) >= 0.97
+
+
+def test_the_first_steps_are_without_drafts():
+    found = Steps().run(20, COSTS["head"], [0.9])
+    assert found[:4] == [0] * 4
+    assert all(found[4:])
+
+
+def test_drafts_that_do_not_pay_are_tried_less_and_less():
+    found = Steps().run(3000, COSTS["model"], [0.0])
+    tried = [place for place, length in enumerate(found) if length]
+    assert [later - earlier for earlier, later in pairwise(tried)][-3:] == [129] * 3
+    assert len(tried) < 60
+
+
+def test_a_text_that_becomes_easier_has_long_drafts_again():
     steps = Steps()
-    found = steps.run(3000, plain=1.0, drafted=drafted, tokens=tokens, running=running)
-    assert 40 <= sum(found) <= 80
-    assert steps.now < 3000 * 1.05 + 10
-    tried = [place for place in range(1, 3000) if found[place] and not found[place - 1]]
-    assert [later - earlier for earlier, later in pairwise(tried)][:5] == [40, 72, 136, 264, 520]
-
-
-def test_a_text_that_becomes_easier_has_drafts_again():
-    steps = Steps()
-    steps.run(300, plain=1.0, drafted=2.0, tokens=1)
-    found = steps.run(800, plain=1.0, drafted=2.0, tokens=4)
-    assert all(found[-200:])
+    steps.run(400, COSTS["head"], [0.0])
+    assert Counter(steps.run(600, COSTS["head"], [0.95])[-200:]).most_common(1)[0][0] == 15
 
 
 def test_slow_steps_now_and_then_do_not_matter():
     """Those of a prompt, or of a graph that is captured."""
-    steps = Steps()
-    found = []
+    steps, found = Steps(), []
     for number in range(400):
-        found += steps.run(1, plain=1.0, drafted=50.0 if number % 6 == 0 else 1.5, tokens=3)
-    assert all(found[6:])
+        found += steps.run(1, lambda length, slow=number % 6 == 0: 50.0 if slow else COSTS["head"](length), [0.8])
+    assert all(found[-300:])
 
 
-def test_each_number_of_requests_has_an_answer_of_its_own():
+def test_a_length_is_left_once_it_is_found_to_be_slow():
+    """Steps of more than 4 rows take much longer than shorter ones let expect."""
     steps = Steps()
-    assert not all(steps.run(50, plain=1.0, drafted=3.0, tokens=2)[4:])
-    assert all(steps.run(50, plain=1.0, drafted=1.2, tokens=16, running=8))  # one step takes as long for one request as for eight
-    assert not all(steps.run(50, plain=1.0, drafted=3.0, tokens=16, running=8))
+    found = steps.run(300, lambda length: 6.0 if length > 3 else COSTS["head"](length), [0.9])
+    assert Counter(found[-200:]).most_common(1)[0][0] == 3
+
+
+def test_requests_of_a_step_have_one_length_that_is_best_for_all():
+    cost = linear(1.15, 0.2)
+    one = Steps(8)
+    found = one.run(1500, cost, [0.95, *[0.0] * 7])
+    assert sum(map(bool, found[100:])) < 100, "a step of eight for the drafts of one"
+    most = Steps(8)
+    assert all(most.run(500, cost, [*[0.95] * 7, 0.0])[100:])
+
+
+def test_times_are_those_of_as_many_requests():
+    steps = Steps(1)
+    steps.run(100, COSTS["head"], [0.9])
+    steps.draftings = [Drafting(NgramDrafter()) for _ in range(8)]
+    found = steps.run(600, lambda length: 1.0 + 2.0 * length, [0.9] * 8)
+    assert sum(map(bool, found[100:])) < 60
+    steps.draftings = steps.draftings[:1]
+    for _ in range(50):
+        steps.draftings[0].record(1, 1)
+    assert all(steps.run(50, COSTS["head"], [0.9]))
 
 
 def test_time_between_steps_of_other_numbers_of_requests_is_not_counted():
     steps = Steps()
+    both = [Drafting(NgramDrafter()) for _ in range(2)]
     for number in range(200):
-        steps.run(1, plain=1.0, drafted=1.2, tokens=3, running=1 + number % 2)
-    assert not steps.run(1, plain=1.0, drafted=1.2, tokens=3)[0]  # no step has followed one of as many requests
+        steps.draftings = both[: 1 + number % 2]
+        assert steps.run(1, COSTS["head"], [0.9] * len(steps.draftings)) == [0]  # no step has followed one of as many requests
+
+
+def test_requests_without_drafts_count_too():
+    pace, drafting = DraftPace(measures=False), Drafting(NgramDrafter())
+    assert pace.length(1, [drafting]) > 0
+    assert pace.length(64, [drafting]) == 0
+    assert pace.length(3, []) == 0
+
+
+def test_without_measuring_no_time_is_read():
+    pace, drafting = DraftPace(measures=False, clock=lambda: 1 / 0), Drafting(NgramDrafter())
+    assert pace.length(1, [drafting]) == 3
+    pace.count(1, 3)
+    pace.count(1, 0)
+
+
+def test_times_are_measured_again_after_some_hundred_steps():
+    steps = Steps()
+    found = steps.run(2000, COSTS["head"], [0.9])
+    plain = [place for place, length in enumerate(found) if not length]
+    assert len(plain) < 30
+    assert max(later - earlier for earlier, later in pairwise(plain)) < 600

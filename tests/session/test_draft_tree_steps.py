@@ -11,10 +11,10 @@ import pytest
 
 from tests.helpers.eagle3 import write_head, write_model as write_eagle_model
 from tests.helpers.models import write_model
+from tests.helpers.sessions import draft_lengths
 from tests.session.reference_sessions import OPTIONS
 from tests.session.test_model_drafter import small_of
 from trt_kvcache import DraftTree, InferenceSession, SamplingParams
-from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.session.draft_tree_steps import DraftTreeSteps
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [3, 4], [20, 21, 22]]
@@ -25,7 +25,7 @@ Open = Callable[..., InferenceSession]
 @pytest.fixture(autouse=True)
 def lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all requests draft, whatever was accepted, by different numbers of levels."""
-    monkeypatch.setattr(Drafting, "length", lambda self, count: 2 + count % 3)
+    draft_lengths(monkeypatch, lambda drafting: 4 - drafting.proposed % 3)
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,11 @@ from tests.helpers import eagle3
 from tests.helpers.models import write_model
 from tests.helpers.mtp import ring_prompts
 from tests.helpers.recording import poison
-from tests.helpers.sessions import ahead, by_prompt, drain
+from tests.helpers.sessions import ahead, by_prompt, draft_lengths, drain
 from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.errors import EngineError, KVCacheError
 from trt_kvcache.generation.draft_sampler import DraftSampler
-from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.kernels.sampling_rows import BAD_LOGITS, NO_ERROR, ROW_RESULT
 from trt_kvcache.session.draft_plan import DraftPlan
 from trt_kvcache.session.drafts_ahead import AheadPlan, ChosenTokens
@@ -194,7 +193,7 @@ def test_any_number_of_accepted_tokens(opens: Any, monkeypatch: pytest.MonkeyPat
     scene = opens()
     prompts, asked = ring_prompts(3), params(34, 31, 28, **options)
     expected = scene.expected(prompts, asked)
-    monkeypatch.setattr(Drafting, "length", lambda self, count: 2 + scene.drafter_lengths.setdefault(id(self), len(scene.drafter_lengths)))
+    draft_lengths(monkeypatch, lambda one: 2 + scene.drafter_lengths.setdefault(id(one), len(scene.drafter_lengths)))
     scene.drafter_lengths = {}
     spoil(monkeypatch, right, seed=3)
     assert by_prompt(scene.session.generate(prompts, asked)) == expected
@@ -206,7 +205,7 @@ def test_any_number_of_accepted_tokens(opens: Any, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("kind", "temperature"), [("another model", 3.0), ("another head", 30.0)])
 def test_drafts_are_those_without_a_step_ahead(opens: Any, monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     """The drafter has read the same tokens and states. Both models are close to uniform here, so some drafts are accepted in part."""
-    monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
+    draft_lengths(monkeypatch, lambda drafting: 3)
     prompts, asked = [[5, 6, 7], [8], [9, 10, 11, 12]], params(30, 30, 30, temperature=temperature)
     found: list[list[list[int]]] = []
     read = DraftPlan.read

@@ -18,7 +18,7 @@ from tests.helpers.assertions import assert_close
 from tests.helpers.eagle3 import NUM_LAYERS, HeadInFloat64, ring_tokens, write_head, write_model, write_ring_head, write_ring_model
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.mtp import ring_prompts
-from tests.helpers.sessions import ahead, by_prompt, draft_logits, drain, hidden_rows
+from tests.helpers.sessions import ahead, by_prompt, draft_lengths, draft_logits, drain, hidden_rows
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS
 from tests.session.test_mtp_drafter import PROMPTS, Open, Watched, drafter_of, params, random_program
@@ -27,7 +27,6 @@ from trt_kvcache.engine.decoder_cache import decoder_cache_config
 from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.step_rows import HiddenLayers, ReducedLayers
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
-from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.session import open_model as opening
 
 HIDDEN = 32
@@ -104,7 +103,7 @@ def test_hidden_states_are_those_before_the_layers_reduced(
     opens: Open, folder: Path, tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a queue whose slots move, with drafts that are accepted in part."""
-    monkeypatch.setattr(Drafting, "length", lambda self, count: 2)
+    draft_lengths(monkeypatch, lambda drafting: 2)
     head = write_head(tmp_path / "head", folder, num_states=len(layers), **changes)
     session, oracle = opens(head), HeadInFloat64(head, folder)
     watched = Watched(drafter_of(session))
@@ -173,7 +172,7 @@ class CheckedHead:
     """Watches the head of a session of one slot, and compares its logits with those in float64."""
 
     def __init__(self, session: InferenceSession, head: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
+        draft_lengths(monkeypatch, lambda drafting: 3)
         drafter = drafter_of(session)
         self.watched, self._oracle = Watched(drafter), HeadInFloat64(head, model)
         self._model, self._layers = model, tuple(self._oracle.config.get("eagle_aux_hidden_state_layer_ids", (2, 3, 4)))

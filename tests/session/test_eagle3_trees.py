@@ -13,12 +13,11 @@ from tests.helpers.assertions import assert_close
 from tests.helpers.eagle3 import HeadInFloat64, write_head, write_model, write_ring_head, write_ring_model
 from tests.helpers.mtp import ring_prompts
 from tests.helpers.recording import Truth, known_truth
-from tests.helpers.sessions import by_prompt
+from tests.helpers.sessions import by_prompt, draft_lengths
 from tests.session.reference_sessions import OPTIONS
 from tests.session.test_eagle3_drafter import states_of, with_layers
 from tests.session.test_mtp_drafter import PROMPTS, drafter_of, params
 from trt_kvcache import DraftedSequence, DraftTree, InferenceSession
-from trt_kvcache.generation.drafting import Drafting
 
 Open = Callable[..., InferenceSession]
 
@@ -69,7 +68,7 @@ class WithTruth:
 
 def test_logits_of_the_head_after_each_path(opens: Open, folder: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model accepts paths in the last rows of its steps: the head reads the hidden states of their tokens afterwards."""
-    monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
+    draft_lengths(monkeypatch, lambda drafting: 3)
     [plain] = [[*opens(None).generate(PROMPTS[1:2], params()[0])]]
     session, oracle = opens(head, draft_tree=10, max_batch_size=1), HeadInFloat64(head, folder)
     drafter = drafter_of(session)

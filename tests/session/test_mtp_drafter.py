@@ -21,12 +21,11 @@ from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.mtp import ring_prompts, write_mtp_model, write_ring_model
 from tests.helpers.quantized_models import FP8_CONFIG, fp8_blocks, write_quantized, write_values
 from tests.helpers.recording import Drafter, known_truth, poison
-from tests.helpers.sessions import ahead, by_prompt, draft_logits, drain
+from tests.helpers.sessions import ahead, by_prompt, draft_lengths, draft_logits, drain
 from tests.paths import GOLDEN
 from tests.session.reference_sessions import OPTIONS, fails
 from trt_kvcache import Checkpoint, DraftedSequence, InferenceSession, SamplingParams
 from trt_kvcache.errors import CheckpointError, ConfigError
-from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.session.head_drafter import HeadDrafter
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 9], [8], [9, 10, 11, 12, 13], [3, 4], [20, 21, 22]]
@@ -109,7 +108,7 @@ def test_hidden_states_are_those_of_the_tokens_in_the_cache(opens: Open, folder:
 
 
 def test_hidden_states_of_a_queue_whose_slots_move(opens: Open, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Drafting, "length", lambda self, count: 2)
+    draft_lengths(monkeypatch, lambda drafting: 2)
     session = opens("mtp")
     watched = Watched(drafter_of(session))
     for prompt, one, count in zip(PROMPTS, params(), (3, 20, 5, 9, 20), strict=True):
@@ -142,7 +141,7 @@ class CheckedHead:
     """Watches the head of a session of one slot, and compares its logits with those in float64."""
 
     def __init__(self, session: InferenceSession, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Drafting, "length", lambda self, count: 3)
+        draft_lengths(monkeypatch, lambda drafting: 3)
         drafter = drafter_of(session)
         self.watched, self.model = Watched(drafter), model
         self.logits = draft_logits(drafter, monkeypatch)

@@ -53,9 +53,8 @@ class DecodeSteps:
         # The requests whose history the sampler has, by slot; the step ahead included.
         self._sampled: Mapping[int, Cursor | None] = {}
         self._ahead: _StepAhead | None = None
-        self._verify_steps = VerifySteps(runner, batch)
-        # On a CPU, steps take milliseconds of other programs too.
-        self._pace = None if runner.cache.memory.is_host else DraftPace()
+        self._pace = DraftPace(measures=not runner.cache.memory.is_host)
+        self._verify_steps = VerifySteps(runner, batch, self._pace)
         #: True if tokens are chosen on the device. Tests set it over host memory.
         self.on_device = not runner.cache.memory.is_host and self.can_be_on_device
 
@@ -76,17 +75,17 @@ class DecodeSteps:
             slots = self._batch.with_room_for_idle_rows(slots, plan)
         if plan.is_wide:  # verified rows were overwritten before they were committed
             return self._choose(*self._run_again(slots, plan), requests, plan, waits=waits)
-        pace = self._pace if any(request.drafting is not None for request in requests) else None
+        draftings = [request.drafting for request in compress(requests, plan.rows) if request.drafting is not None]
+        if not draftings:
+            return self._run_or_verify(slots, requests, plan, None, on_device=False, ahead=ahead, waits=waits)
         running = sum(map(bool, plan.rows))
-        drafted = pace is None or pace.allows(running)
-        if drafted and self._verify_steps.is_in_flight(requests, plan):
+        if self._verify_steps.is_in_flight(requests, plan):
             step = self._verified(slots, *self._verify_steps.run_ahead(slots, requests, plan, ahead=ahead))
         else:
-            on_device = self._chooses_positions(requests, plan)
-            drafts = plan_drafts(self._runner, slots, requests, plan, on_device=on_device) if drafted else None
+            on_device, longest = self._chooses_positions(requests, plan), self._pace.length(running, draftings)
+            drafts = plan_drafts(self._runner, slots, requests, plan, longest, on_device=on_device) if longest else None
             step = self._run_or_verify(slots, requests, plan, drafts, on_device=on_device, ahead=ahead, waits=waits)
-        if pace is not None:
-            pace.count(running, sum(map(len, step.choices.values())), drafted=step.verified is not None)
+        self._pace.count(running, 0 if step.verified is None else step.verified.depth)
         return step
 
     def _run_or_verify(

@@ -42,12 +42,14 @@ class DraftPlan(NamedTuple):
         return DraftPlan(self.plan._replace(rows=rows), self.chunk, drafts)
 
 
-def plan_drafts(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, *, on_device: bool) -> DraftPlan | None:
+def plan_drafts(
+    runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, longest: int, *, on_device: bool
+) -> DraftPlan | None:
     """Propose tokens that follow a plan of one token for each slot; None if there are none, or no slot has room for them.
 
-    ``on_device``: the tokens may stay on the device.
+    ``longest``: most tokens of a draft. ``on_device``: the tokens may stay on the device.
     """
-    sequences = _sequences(runner, slots, requests, plan)
+    sequences = _sequences(runner, slots, requests, plan, longest)
     if not sequences:
         return None
     enqueued = _enqueued(sequences) if on_device else None
@@ -74,14 +76,16 @@ def _plan_of(rows: Rows, drafts: Sequence[DraftTree]) -> StepPlan:
     return StepPlan.of([(*row, *draft.tokens) for row, draft in zip(rows, drafts, strict=True)], LogitsWanted.ALL, parents)
 
 
-def _sequences(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan) -> dict[int, DraftedSequence]:
+def _sequences(
+    runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, longest: int
+) -> dict[int, DraftedSequence]:
     """Return the sequences that may have a draft in the next step."""
     found = {}
     for index in plan.running():
         request, slot = requests[index], slots[index]
         if request.drafting is not None:
             room = min(runner.plan.max_logits_per_slot, runner.cache.lengths.max_sequence_length - slot.length) - 1
-            limit = min(request.drafting.length(request.num_tokens), VERIFY_WIDTH - 1, request.remaining - 1, room)
+            limit = min(request.drafting.length(longest), VERIFY_WIDTH - 1, request.remaining - 1, room)
             if limit > 0:
                 hidden = None
                 if runner.hidden_states is not None:

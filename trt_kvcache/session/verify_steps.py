@@ -20,6 +20,7 @@ from trt_kvcache.kernels.draft_kernels import accept_drafts_kernel, place_drafts
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.chunks import Chunk, from_first_slot
 from trt_kvcache.session.cursors import Cursor, Cursors, cursors_of, still_holds
+from trt_kvcache.session.draft_pace import DraftPace
 from trt_kvcache.session.draft_plan import DraftPlan
 from trt_kvcache.session.drafted_rows import DraftedRow, DraftedRows
 from trt_kvcache.session.drafts_ahead import AheadPlan, ChosenTokens
@@ -46,6 +47,8 @@ class VerifiedRows:
     plan: StepPlan
     #: Indices of the tokens of each row to commit: its first one, and those of the draft that were accepted.
     paths: Rows
+    #: Tokens of the longest draft that was verified.
+    depth: int
     #: The verification of the next drafts, if it runs already. Its rows lie past these.
     following: Verification | None = None
 
@@ -63,8 +66,8 @@ class _NextDrafts:
 class VerifySteps:
     """Verifies drafts, and keeps the verification that runs ahead."""
 
-    def __init__(self, runner: Runner, batch: Batch) -> None:
-        self._runner, self._batch = runner, batch
+    def __init__(self, runner: Runner, batch: Batch, pace: DraftPace) -> None:
+        self._runner, self._batch, self._pace = runner, batch, pace
         self._sampler: VerifySampler | None = None
         self._rows: DraftedRows | None = None
         self._ahead: Verification | None = None
@@ -145,7 +148,7 @@ class VerifySteps:
         seconds: float,
         following: Verification | None,
     ) -> tuple[Mapping[int, Sequence[Choice]], VerifiedRows]:
-        """Count the drafts of a step, set the length of the next one of each request, and return choices and rows to commit."""
+        """Count the drafts of a step, and return choices and rows to commit."""
         choices = {slot: found for slot, (found, _) in verified.items()}
         paths: list[Sequence[int]] = [verified[slot][1] if slot in verified else () for slot in range(len(drafts.plan.rows))]
         self._batch.count_step(sum(map(len, paths)), seconds)
@@ -156,9 +159,9 @@ class VerifySteps:
             accepted = draft.num_equal(tokens)
             # A request that ends, or waits for a logits processor, says nothing of the rest of its draft.
             count, depth = (accepted, accepted) if accepted == len(tokens) else (len(draft), draft.depth)
-            drafting.record(count, accepted, requests[slot].num_tokens + len(tokens), depth=depth)
+            drafting.record(count, accepted, depth=depth)
             self._batch.count_draft(count, accepted)
-        return choices, VerifiedRows(drafts.plan, paths, following)
+        return choices, VerifiedRows(drafts.plan, paths, max(draft.depth for draft in drafts.drafts), following)
 
     def _room(self, slot: Slot) -> int:
         """Return how many tokens of a draft a slot has room for."""
@@ -219,9 +222,11 @@ class VerifySteps:
         if drafts.enqueued is None or drafts.chunk.first or runner.has_states:
             return None
         verified, lengths = {}, [slot.length for slot in slots]
+        draftings = [drafting for slot in running if (drafting := requests[slot].drafting) is not None]
+        longest = self._pace.length(len(running), draftings)
         for slot in running:
             request, asked = requests[slot], len(drafts.drafts[slot])
-            limit = 0 if request.drafting is None else request.drafting.length(request.num_tokens)
+            limit = 0 if request.drafting is None else request.drafting.length(longest)
             limit = min(limit, VERIFY_WIDTH - 1, runner.plan.max_logits_per_slot - 1)
             if not asked or limit < 1 or request.remaining <= asked + 1:
                 return None
