@@ -1,6 +1,6 @@
 """Speculative decoding with an EAGLE-3 head and with a draft model at real sizes: tokens per second with drafts and without. Needs torch.
 
-    python benchmarks/draft_models.py [-o FILE] [--drafters eagle3,model] [--batches 1,8] [--lengths 4,0] [--quick]
+    python benchmarks/draft_models.py [-o FILE] [--drafters eagle3,model] [--batches 1,8] [--lengths 0,4] [--quick]
 
 Model, head and draft model have the shapes of Llama-3-8B, of a head for it and of Llama-3.2-1B. Their weights are random, but the model
 follows each token id by the next one, and so do head and draft model at a known rate of the ids. ``--lengths``: tokens of a draft, 0 for
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("-o", "--out", type=Path, default=HERE / "results" / "draft_models.json")
     parser.add_argument("--drafters", default="eagle3,model")
     parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--lengths", default="4,0")
+    parser.add_argument("--lengths", default="0,4")  # times of fixed lengths would mislead a session that chooses
     parser.add_argument("--quick", action="store_true", help="small models: to try the script")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

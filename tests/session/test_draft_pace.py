@@ -139,6 +139,16 @@ def test_time_between_steps_of_other_numbers_of_requests_is_not_counted():
         assert steps.run(1, COSTS["head"], [0.9] * len(steps.draftings)) == [0]  # no step has followed one of as many requests
 
 
+def test_time_since_a_step_that_is_not_counted_is_not_that_of_a_step():
+    steps = Steps()
+    found = []
+    for _ in range(60):
+        steps.now += 100.0  # requests without drafts
+        steps.pace.skip()
+        found += steps.run(2, COSTS["head"], [0.9])
+    assert Counter(found[-60:]).most_common(1)[0][0] == 15
+
+
 def test_requests_without_drafts_count_too():
     pace, drafting = DraftPace(measures=False), Drafting(NgramDrafter())
     assert pace.length(1, [drafting]) > 0

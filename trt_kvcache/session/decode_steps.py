@@ -77,6 +77,7 @@ class DecodeSteps:
             return self._choose(*self._run_again(slots, plan), requests, plan, waits=waits)
         draftings = [request.drafting for request in compress(requests, plan.rows) if request.drafting is not None]
         if not draftings:
+            self._pace.skip()
             return self._run_or_verify(slots, requests, plan, None, on_device=False, ahead=ahead, waits=waits)
         running = sum(map(bool, plan.rows))
         if self._verify_steps.is_in_flight(requests, plan):

@@ -97,6 +97,10 @@ class DraftPace:
             times = by_requests.setdefault(running, _Times(_CAPTURES if length else 0))
             times.count(self._last[1] - last[1], self._steps)
 
+    def skip(self) -> None:
+        """Note a step of requests without drafts, which is not counted."""
+        self._last = None
+
     def _seconds(self, running: int) -> dict[int, float] | None:
         """Return the seconds of a step by length, measured or estimated; None if those without drafts are not known."""
         if not self._measures:
