@@ -145,8 +145,8 @@ def test_time_since_a_step_that_is_not_counted_is_not_that_of_a_step():
     for _ in range(60):
         steps.now += 100.0  # requests without drafts
         steps.pace.skip()
-        found += steps.run(2, COSTS["head"], [0.9])
-    assert Counter(found[-60:]).most_common(1)[0][0] == 15
+        found += steps.run(2, COSTS["model"], [0.5])
+    assert max(found[-60:]) <= 3
 
 
 def test_requests_without_drafts_count_too():
