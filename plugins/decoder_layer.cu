@@ -114,25 +114,33 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
     }
 }
 
-// q and k of a row of new tokens become x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in place. The mean is
-// that of a unit: of a head, or of all heads of q or of k. A row has q_units of q_words words, then k_units of k_words;
-// what follows stays. Grid: x over units, a warp for each; y over rows, which are row_words apart.
+// q and k of a row of new tokens become x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in place; v becomes
+// x / sqrt(mean(x^2) + v_eps). The mean is that of a unit: of a head, or of all heads of q or of k. A row has q_units of
+// q_words words, then k_units of k_words and v_units of v_words; what follows stays. Grid: x over units, a warp for each;
+// y over rows, which are row_words apart.
 template <class Element>
 __device__ __forceinline__ void qk_rms_norm(unsigned* qkv, const unsigned* q_weight, const unsigned* k_weight,
                                             long long row_words, long long q_units, long long k_units,
-                                            long long q_words, long long k_words, double eps, double weight_offset) {
+                                            long long v_units, long long q_words, long long k_words, long long v_words,
+                                            double eps, double weight_offset, double v_eps) {
     const int lane = threadIdx.x % 32;
-    const long long unit = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-    if (unit >= q_units + k_units) return;
-    const bool is_q = unit < q_units;
-    const long long words = is_q ? q_words : k_words,
-                    first = is_q ? unit * q_words : q_units * q_words + (unit - q_units) * k_words;
-    const unsigned* const weight = is_q ? q_weight : k_weight;
-    unsigned* const row = qkv + blockIdx.y * row_words + first;
-    const float offset = static_cast<float>(weight_offset);
+    const long long unit = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32,
+                    first_v = q_units + k_units;
+    if (unit >= first_v + v_units) return;
+    const bool is_q = unit < q_units, is_v = unit >= first_v;
+    const long long words = is_v ? v_words : (is_q ? q_words : k_words);
+    const unsigned* const weight = is_v ? nullptr : (is_q ? q_weight : k_weight);
+    unsigned* row = qkv + blockIdx.y * row_words;
+    if (is_v) {
+        row += q_units * q_words + k_units * k_words + (unit - first_v) * v_words;
+    } else {
+        row += is_q ? unit * q_words : q_units * q_words + (unit - q_units) * k_words;
+    }
+    const float offset = is_v ? 1.0f : static_cast<float>(weight_offset);  // the weights of v are 1
+    const float epsilon = static_cast<float>(is_v ? v_eps : eps);
     unsigned values[kHeldWords], weights[kHeldWords];
 #pragma unroll
-    for (int i = 0; i < kHeldWords; i++) weights[i] = lane + 32 * i < words ? weight[lane + 32 * i] : 0;
+    for (int i = 0; i < kHeldWords; i++) weights[i] = weight && lane + 32 * i < words ? weight[lane + 32 * i] : 0;
     grid_dependents_may_launch();
     grid_dependency_wait();
     float squares = 0.0f;
@@ -142,13 +150,13 @@ __device__ __forceinline__ void qk_rms_norm(unsigned* qkv, const unsigned* q_wei
     for (int i = 0; i < kHeldWords; i++) add_squares(Element{}, values[i], squares);
     for (long long word = lane + 32 * kHeldWords; word < words; word += 32) add_squares(Element{}, row[word], squares);
     for (int lanes = 16; lanes; lanes /= 2) squares += __shfl_xor_sync(~0u, squares, lanes);
-    const float scale = norm_scale(squares, words, static_cast<float>(eps));
+    const float scale = norm_scale(squares, words, epsilon);
 #pragma unroll
     for (int i = 0; i < kHeldWords; i++) {
         if (lane + 32 * i < words) row[lane + 32 * i] = scale_word(Element{}, values[i], weights[i], offset, scale);
     }
     for (long long word = lane + 32 * kHeldWords; word < words; word += 32)
-        row[word] = scale_word(Element{}, row[word], weight[word], offset, scale);
+        row[word] = scale_word(Element{}, row[word], weight ? weight[word] : 0, offset, scale);
 }
 
 // out = Activation(gate) * up. A row of gate_up is `words` words of gate, then as many of up. Grid: x along a row, y
@@ -197,8 +205,10 @@ extern "C" __global__ void add_changed_rms_norm_bfloat16(CHANGE_PARAMETERS) {
 
 #define QK_PARAMETERS \
     unsigned *qkv, const unsigned *q_weight, const unsigned *k_weight, long long row_words, long long q_units, \
-        long long k_units, long long q_words, long long k_words, double eps, double weight_offset
-#define QK_ARGUMENTS qkv, q_weight, k_weight, row_words, q_units, k_units, q_words, k_words, eps, weight_offset
+        long long k_units, long long v_units, long long q_words, long long k_words, long long v_words, double eps, \
+        double weight_offset, double v_eps
+#define QK_ARGUMENTS \
+    qkv, q_weight, k_weight, row_words, q_units, k_units, v_units, q_words, k_words, v_words, eps, weight_offset, v_eps
 
 extern "C" __global__ void qk_rms_norm_float16(QK_PARAMETERS) { qk_rms_norm<Float16>(QK_ARGUMENTS); }
 

@@ -83,11 +83,12 @@ def test_add_rms_norm_of_a_change(memory, stream, dtype, offset, norms_change, f
 @DTYPES
 @pytest.mark.parametrize("offset", [{}, {"weight_offset": 1.0}])
 @pytest.mark.parametrize("of_all_heads", [False, True])
+@pytest.mark.parametrize("v_eps", [None, 0.5])
 @pytest.mark.parametrize("gap", [0, 6])
 @pytest.mark.parametrize(
     ("count", "num_heads", "num_kv_heads", "head_dim"), [(1, 1, 1, 2), (3, 6, 2, 64), (2, 7, 1, 80), (9, 4, 4, 128), (2, 3, 1, 320)]
 )
-def test_qk_rms_norm(memory, stream, dtype, offset, of_all_heads, gap, count, num_heads, num_kv_heads, head_dim):
+def test_qk_rms_norm(memory, stream, dtype, offset, of_all_heads, v_eps, gap, count, num_heads, num_kv_heads, head_dim):
     heads = num_heads + 2 * num_kv_heads
     wide = rows(count, heads * head_dim + gap, dtype=dtype, scale=3)
     weights = [rows(head_dim * (n if of_all_heads else 1), dtype=dtype, seed=n) for n in (num_heads, num_kv_heads)]
@@ -95,10 +96,15 @@ def test_qk_rms_norm(memory, stream, dtype, offset, of_all_heads, gap, count, nu
     qkv = DeviceTensor(
         given.allocation, shape=(count, heads, head_dim), dtype=dtype, strides=(wide.shape[1], head_dim, 1), offset=given.offset
     )
-    qk_rms_norm(qkv, *on_device, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=1e-5, **offset, stream=stream)
-    found, ends = given.numpy(), np.cumsum([0, num_heads * head_dim, num_kv_heads * head_dim])
-    np.testing.assert_array_equal(found[:, ends[2] :], wide[:, ends[2] :], err_msg="v, and what is between the rows")
-    for first, end, weight in zip(ends[:2], ends[1:], weights, strict=True):
+    counts = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    qk_rms_norm(qkv, *on_device, **counts, eps=1e-5, **offset, v_eps=v_eps, stream=stream)
+    found, ends = given.numpy(), np.cumsum([0, num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim])
+    kept = ends[2 if v_eps is None else 3]
+    np.testing.assert_array_equal(found[:, kept:], wide[:, kept:], err_msg="v without a norm, and what is between the rows")
+    if v_eps is not None:
+        of_heads = wide[:, ends[2] : kept].astype(np.float64).reshape(count, num_kv_heads, head_dim)
+        close(found[:, ends[2] : kept], normed(of_heads, 1, v_eps).reshape(count, -1), dtype)
+    for first, end, weight in zip(ends[:2], ends[1:3], weights, strict=True):
         units = wide[:, first:end].astype(np.float64).reshape(count, -1, len(weight))
         expected = normed(units, weight.astype(np.float64) + sum(offset.values()), 1e-5)
         close(found[:, first:end], expected.reshape(count, -1), dtype)
@@ -125,6 +131,8 @@ def test_q_and_k_that_do_not_fit_are_refused(memory, stream):
             qk_rms_norm(given, q_weight, weight, num_heads=2, num_kv_heads=1, eps=1e-5, stream=stream)
     with raises(ShapeError, "k_weight", expected="[6] for each head or [6] for all"):
         qk_rms_norm(qkv, weight, tensor(12), num_heads=2, num_kv_heads=1, eps=1e-5, stream=stream)
+    with raises(ShapeError, "qkv", expected="5 heads or more"):
+        qk_rms_norm(qkv, weight, weight, num_heads=1, num_kv_heads=2, eps=1e-5, v_eps=1e-5, stream=stream)
     np.testing.assert_array_equal(qkv.numpy(), before)
 
 

@@ -1144,6 +1144,15 @@ MISTAKES = {
         RACE,
     ),
     "k with the weights of q": ("decoder_layer.cu", "is_q ? q_weight : k_weight", "q_weight", "none", DECODER_LAYER_TESTS, "Mismatched"),
+    "v with the epsilon of q and k": ("decoder_layer.cu", "is_v ? v_eps : eps", "eps", "none", DECODER_LAYER_TESTS, "Mismatched"),
+    "v with the offset of a weight": (
+        "decoder_layer.cu",
+        "is_v ? 1.0f : static_cast",
+        "static_cast",
+        "none",
+        DECODER_LAYER_TESTS,
+        "Mismatched",
+    ),
     "a norm of the words that are held": (
         "decoder_layer.cu",
         "word < words; word += 32) add_squares",

@@ -95,14 +95,18 @@ def qk_rms_norm(
     num_kv_heads: int,
     eps: float,
     weight_offset: float = 0.0,
+    v_eps: float | None = None,
     stream: Any,
 ) -> None:
     """Replace q and k by their RMS norms, times ``weight_offset`` + weight: each head alone, or all heads of a row together.
 
+    Optionally each head of v is replaced by its RMS norm too, without a weight.
+
     Parameters
     ----------
     qkv : DeviceTensor ``[rows, heads, D]`` float16 or bfloat16
-        Query heads, then K heads, then others, which are not changed. D is even; rows may be strided by an even number of elements.
+        Query heads, then K heads, then V heads if they get a norm, then others, which are not changed. D is even; rows may be strided by
+        an even number of elements.
     q_weight : DeviceTensor ``[D]`` or ``[num_heads * D]``
         Each norm spans its length: a head, or all heads. On a GPU it is read before earlier launches on the stream have ended: none of
         them may still write it.
@@ -114,6 +118,8 @@ def qk_rms_norm(
         Added to the mean square.
     weight_offset : float
         Added to the weights, in float32.
+    v_eps : float, optional
+        Added to the mean square of a head of v. By default v is not changed.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
 
@@ -124,7 +130,7 @@ def qk_rms_norm(
 
     Notes
     -----
-    By head as in Qwen3 and Gemma 3, over all heads as in OLMo 2. Sums are float32, and each value is rounded once.
+    By head as in Qwen3 and Gemma 3, over all heads as in OLMo 2; v as in Gemma 4. Sums are float32, and each value is rounded once.
 
     Examples
     --------
@@ -142,7 +148,7 @@ def qk_rms_norm(
     [1.0, 2.0, 5.0]
     """
     _check_element("qkv", qkv, qkv)
-    heads = num_heads + num_kv_heads
+    heads = num_heads + num_kv_heads * (1 if v_eps is None else 2)
     if qkv.ndim != _QKV_NDIM or qkv.shape[2] % 2 or not 0 < heads <= qkv.shape[1] or len(qkv) > MAX_ROWS:
         raise ShapeError(f"qkv: expected [up to {MAX_ROWS} rows, {heads} heads or more, an even head_dim], got {qkv!r}.")
     if not is_dense(qkv.shape[1:], qkv.strides[1:]) or (len(qkv) > 1 and qkv.strides[0] < qkv.shape[1] * qkv.shape[2]):
@@ -155,7 +161,7 @@ def qk_rms_norm(
             raise ShapeError(f"{name}: expected [{qkv.shape[2]}] for each head or [{count * qkv.shape[2]}] for all, got {weight!r}.")
     qkv.memory.check_stream(stream)
     if qkv.nbytes:
-        qk_rms_norm_kernel(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps, weight_offset, stream)
+        qk_rms_norm_kernel(qkv, q_weight, k_weight, num_heads, num_kv_heads, eps, weight_offset, v_eps, stream)
 
 
 def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
@@ -262,20 +268,30 @@ def _qk_rms_norm_on_host(
     num_kv_heads: int,
     eps: float,
     weight_offset: float,
+    v_eps: float | None,
     stream: Any,
 ) -> None:
     heads = array_of(qkv)
     for part, weight in ((heads[:, :num_heads], q_weight), (heads[:, num_heads : num_heads + num_kv_heads], k_weight)):
         units = part.shape[1] * part.shape[2] // len(weight)
         part[...] = _normed(part.reshape(len(part), units, len(weight)), weight, eps, weight_offset).reshape(part.shape)
+    if v_eps is not None:
+        first = num_heads + num_kv_heads
+        v = heads[:, first : first + num_kv_heads]
+        v[...] = _over_root_mean_square(v, v_eps)
 
 
 def _normed(rows: np.ndarray, weight: DeviceTensor, eps: float, weight_offset: float) -> np.ndarray:
     """Return the RMS norm of the last axis, in float32."""
-    values = rows.astype(np.float32)
-    scale = 1 / np.sqrt(np.mean(values * values, axis=-1, keepdims=True) + np.float32(eps))
-    normed: np.ndarray = values * scale * (np.float32(weight_offset) + array_of(weight).astype(np.float32))
+    normed: np.ndarray = _over_root_mean_square(rows, eps) * (np.float32(weight_offset) + array_of(weight).astype(np.float32))
     return normed
+
+
+def _over_root_mean_square(rows: np.ndarray, eps: float) -> np.ndarray:
+    """Return the same without a weight."""
+    values = rows.astype(np.float32)
+    scaled: np.ndarray = values * (1 / np.sqrt(np.mean(values * values, axis=-1, keepdims=True) + np.float32(eps)))
+    return scaled
 
 
 def _gated_mul_on_host(gate_up: DeviceTensor, out: DeviceTensor, activation: str, stream: Any) -> None:
@@ -352,17 +368,19 @@ def _qk_rms_norm_on_device(
     num_kv_heads: int,
     eps: float,
     weight_offset: float,
+    v_eps: float | None,
     stream: Any,
 ) -> None:
     (rows, _, head_dim), row_words = qkv.shape, qkv.strides[0] // 2
     units = [heads * head_dim // len(weight) for heads, weight in ((num_heads, q_weight), (num_kv_heads, k_weight))]
-    words = [len(weight) // 2 for weight in (q_weight, k_weight)]
+    units.append(0 if v_eps is None else num_kv_heads)
+    words = [len(q_weight) // 2, len(k_weight) // 2, head_dim // 2]
     launch(
         qkv.memory,
         _SOURCE,
         f"qk_rms_norm_{qkv.dtype}",
         (-(-sum(units) // _WARPS), rows, 1),
-        (qkv.ptr, q_weight.ptr, k_weight.ptr, row_words, *units, *words, float(eps), float(weight_offset)),
+        (qkv.ptr, q_weight.ptr, k_weight.ptr, row_words, *units, *words, float(eps), float(weight_offset), float(v_eps or 0)),
         stream,
         threads=_WARPS * _WARP,
         programmatic_dependent_launch=starts_early(qkv.memory),
@@ -391,7 +409,7 @@ def _gated_mul_on_device(gate_up: DeviceTensor, out: DeviceTensor, activation: s
 #: Add rows to the residual stream, and norm the sum.
 add_rms_norm_kernel = Kernel(_add_rms_norm_on_host, _add_rms_norm_on_device)
 
-#: Norm q and k in place: each head, or all heads of a row together.
+#: Norm q and k in place, each head or all heads of a row together, and the heads of v, without a weight.
 qk_rms_norm_kernel = Kernel(_qk_rms_norm_on_host, _qk_rms_norm_on_device)
 
 #: Multiply the activation (``silu``, ``gelu_tanh``) of the first half of each row with its second half.

@@ -102,7 +102,7 @@ class KernelAttention:
 
 
 class KernelElementwise(Elementwise):
-    """Fused kernels, launched on ``stream``: residual and norm; norms of q and k; the gate of the MLP."""
+    """Fused kernels, launched on ``stream``: residual and norm; norms of q, k and v; the gate of the MLP."""
 
     def __init__(self, views: DeviceViews, stream: Any) -> None:
         self._views, self._stream = views, stream
@@ -132,15 +132,20 @@ class KernelElementwise(Elementwise):
         )
         return hidden, out
 
-    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm | None) -> torch.Tensor:
-        """See :meth:`Elementwise.norm_qk`. Overwrites ``qkv``."""
+    def norm_heads(
+        self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm | None, k_norm: TorchNorm | None, v_epsilon: float | None
+    ) -> torch.Tensor:
+        """See :meth:`Elementwise.norm_heads`. Overwrites ``qkv``."""
         slots, width = qkv.shape[:2]
+        if q_norm is None or slots * width > MAX_ROWS or qkv.shape[3] % 2:
+            return super().norm_heads(qkv, heads, q_norm, k_norm, v_epsilon)
         norms = (q_norm, k_norm or q_norm)  # without heads of k, the kernel reads no weight of theirs
         differ = len({(norm.epsilon, norm.offset) for norm in norms}) > 1
-        if slots * width > MAX_ROWS or qkv.shape[3] % 2 or differ or not all(norm.has_kernel for norm in norms):
-            return super().norm_qk(qkv, heads, q_norm, k_norm)
+        if differ or not all(norm.has_kernel for norm in norms):
+            return super().norm_heads(qkv, heads, q_norm, k_norm, v_epsilon)
         q_weight, k_weight = (self._views.of(norm.weight) for norm in norms)
-        qk_rms_norm_kernel(self._views.rows_of(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)
+        options = (heads.query, heads.kv, q_norm.epsilon, q_norm.offset, v_epsilon)
+        qk_rms_norm_kernel(self._views.rows_of(qkv), q_weight, k_weight, *options, self._stream)
         return qkv
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

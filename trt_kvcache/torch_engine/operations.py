@@ -132,14 +132,18 @@ class Elementwise:
         hidden = hidden + scaled(normalised(change, change_norm), factor)
         return hidden, normalised(hidden, norm)
 
-    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm | None) -> torch.Tensor:
-        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which may be overwritten, with norms of q and k; with H = 0, there is no norm of k.
+    def norm_heads(
+        self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm | None, k_norm: TorchNorm | None, v_epsilon: float | None
+    ) -> torch.Tensor:
+        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which may be overwritten, with norms of q, k and v; with H = 0, of q alone.
 
-        A norm covers one head or all of them, by its number of weights.
+        A norm of q or k covers one head or all of them, by its number of weights. That of v covers one, without a weight; None is no norm.
         """
-        if k_norm is None:
+        if not heads.kv:
             return _norm_of_heads(qkv, q_norm)
         q, k, v = qkv.split((*heads, heads.kv), dim=2)
+        if v_epsilon is not None:
+            v = F.rms_norm(v.float(), v.shape[3:], None, v_epsilon).to(v.dtype)
         return torch.cat((_norm_of_heads(q, q_norm), _norm_of_heads(k, k_norm), v), dim=2)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -274,9 +278,9 @@ def _clamped_swiglu(config: ClampedSwiGLU, gate: torch.Tensor, up: torch.Tensor)
     return gate * torch.sigmoid(config.alpha * gate) * (up + 1)
 
 
-def _norm_of_heads(heads: torch.Tensor, norm: TorchNorm) -> torch.Tensor:
-    """Return the norm of ``[A, s, n, D]`` over a head or over all of them, by the number of weights."""
-    return norm(heads.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(heads.shape)
+def _norm_of_heads(heads: torch.Tensor, norm: TorchNorm | None) -> torch.Tensor:
+    """Return the norm, if there is one, of ``[A, s, n, D]`` over a head or over all of them, by the number of weights."""
+    return heads if norm is None else norm(heads.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(heads.shape)
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
