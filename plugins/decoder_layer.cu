@@ -22,13 +22,16 @@ __device__ __forceinline__ float norm_scale(float squares, long long words, floa
     return 1.0f / sqrtf(squares / static_cast<float>(2 * words) + eps);
 }
 
-// Adds a word to one of the residual stream, rounds the sum and adds its squares to `squares`.
 template <class Element>
-__device__ __forceinline__ unsigned add_word(Element, unsigned hidden, unsigned change, float& squares) {
+__device__ __forceinline__ unsigned add_word(Element, unsigned hidden, unsigned change) {
     const float2 before = unpack(Element{}, hidden), added = unpack(Element{}, change);
-    const unsigned sum = pack(Element{}, {before.x + added.x, before.y + added.y});
-    add_squares(Element{}, sum, squares);
-    return sum;
+    return pack(Element{}, {before.x + added.x, before.y + added.y});
+}
+
+template <class Element>
+__device__ __forceinline__ unsigned multiply_word(Element, unsigned word, float factor) {
+    const float2 value = unpack(Element{}, word);
+    return factor == 1.0f ? word : pack(Element{}, {value.x * factor, value.y * factor});
 }
 
 template <class Element>
@@ -39,22 +42,24 @@ __device__ __forceinline__ unsigned scale_word(Element, unsigned sum, unsigned w
                 {value.x * scale * (weight_offset + factor.x), value.y * scale * (weight_offset + factor.y)});
 }
 
-// Addend of the residual stream: a change as it is, or its norm, times a factor, each of them rounded.
+// Addend of the residual stream: a change as it is, or its norm, times a factor; and a factor of the sum. Each result
+// is rounded.
 struct ChangeParams {
-    const unsigned* weight;  // of its norm, or null
+    const unsigned* weight;  // of the norm of the change, or null
     float factor;
+    const unsigned short* scale;  // of the sum: one element, or null for 1
 };
 template <class Element>
 __device__ __forceinline__ unsigned changed_word(Element, unsigned change, unsigned weight, const ChangeParams& params,
                                                  float weight_offset, float scale) {
     if (params.weight) change = scale_word(Element{}, change, weight, weight_offset, scale);
-    const float2 value = unpack(Element{}, change);
-    return params.factor == 1.0f ? change : pack(Element{}, {value.x * params.factor, value.y * params.factor});
+    return multiply_word(Element{}, change, params.factor);
 }
 
-// hidden += change, rounded; out = hidden / sqrt(mean(hidden^2) + eps) * (weight_offset + weight), if there is `out`.
-// Grid: a block for each row of `words` words. The first kHeldWords words of a thread are loaded together; weights
-// before the launch that makes `change` has ended. kPlain: the change is added as it is, and there is `out`.
+// hidden += change, rounded; then hidden *= scale, rounded; if there is `out`, it becomes
+// hidden / sqrt(mean(hidden^2) + eps) * (weight_offset + weight). Grid: a block for each row of `words` words. The first
+// kHeldWords words of a thread are loaded together; weights before the launch that makes `change` has ended.
+// kPlain: the change is added as it is, without a scale, and there is `out`.
 template <class Element, bool kPlain>
 __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* change, const unsigned* weight,
                                              unsigned* out, long long words, double eps, double weight_offset,
@@ -79,6 +84,7 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
         weights[i] = norms && live ? weight[word] : 0;
         if constexpr (!kPlain) change_weights[i] = norms_change && live ? params.weight[word] : 0;
     });
+    const float sum_scale = !kPlain && params.scale ? unpack(Element{}, *params.scale).x : 1.0f;
     grid_dependents_may_launch();  // this is short: the next launch can begin to read its weights
     grid_dependency_wait();
     for_each_held([&](int i, long long word, bool live) {
@@ -92,18 +98,20 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
         for (long long word = behind; word < words; word += blockDim.x) add_squares(Element{}, change[word], squares);
         change_scale = norm_scale(block_reduce(squares, 0.0f, sums + kMaxWarps, Sum{}), words, epsilon);
     }
-    const auto changed = [&](unsigned word, unsigned change_weight) {
-        return kPlain ? word : changed_word(Element{}, word, change_weight, params, offset, change_scale);
-    };
     float squares = 0.0f;
+    const auto sum_of = [&](unsigned before, unsigned word, unsigned change_weight) {
+        if (!kPlain) word = changed_word(Element{}, word, change_weight, params, offset, change_scale);
+        const unsigned sum = add_word(Element{}, before, word),
+                       scaled = kPlain ? sum : multiply_word(Element{}, sum, sum_scale);
+        add_squares(Element{}, scaled, squares);
+        return scaled;
+    };
     for_each_held([&](int i, long long word, bool live) {
-        held[i] = add_word(Element{}, held[i], changed(added[i], change_weights[i]), squares);
+        held[i] = sum_of(held[i], added[i], change_weights[i]);
         if (live) hidden[word] = held[i];
     });
-    for (long long word = behind; word < words; word += blockDim.x) {
-        hidden[word] =
-            add_word(Element{}, hidden[word], changed(change[word], norms_change ? params.weight[word] : 0), squares);
-    }
+    for (long long word = behind; word < words; word += blockDim.x)
+        hidden[word] = sum_of(hidden[word], change[word], norms_change ? params.weight[word] : 0);
     if (!norms) return;
     const float scale = norm_scale(block_reduce(squares, 0.0f, sums, Sum{}), words, epsilon);
     for_each_held([&](int i, long long word, bool live) {
@@ -115,9 +123,9 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
 }
 
 // q and k of a row of new tokens become x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in place; v becomes
-// x / sqrt(mean(x^2) + v_eps). The mean is that of a unit: of a head, or of all heads of q or of k. A row has q_units of
-// q_words words, then k_units of k_words and v_units of v_words; what follows stays. Grid: x over units, a warp for each;
-// y over rows, which are row_words apart.
+// x / sqrt(mean(x^2) + v_eps). The mean is that of a unit: of a head, or of all heads of q or of k. A row has q_units
+// of q_words words, then k_units of k_words and v_units of v_words; what follows stays. Grid: x over units, a warp for
+// each; y over rows, which are row_words apart.
 template <class Element>
 __device__ __forceinline__ void qk_rms_norm(unsigned* qkv, const unsigned* q_weight, const unsigned* k_weight,
                                             long long row_words, long long q_units, long long k_units,
@@ -188,8 +196,9 @@ extern "C" __global__ void gather_columns(const unsigned short* in, const int* o
     unsigned *hidden, const unsigned *change, const unsigned *weight, unsigned *out, long long words, double eps, \
         double weight_offset
 #define NORM_ARGUMENTS hidden, change, weight, out, words, eps, weight_offset
-#define CHANGE_PARAMETERS NORM_PARAMETERS, const unsigned *change_weight, double change_factor
-#define CHANGE_ARGUMENTS {change_weight, static_cast<float>(change_factor)}
+#define CHANGE_PARAMETERS \
+    NORM_PARAMETERS, const unsigned *change_weight, double change_factor, const unsigned short *scale
+#define CHANGE_ARGUMENTS {change_weight, static_cast<float>(change_factor), scale}
 
 extern "C" __global__ void add_rms_norm_float16(NORM_PARAMETERS) { add_rms_norm<Float16, true>(NORM_ARGUMENTS, {}); }
 

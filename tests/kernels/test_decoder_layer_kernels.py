@@ -56,23 +56,29 @@ def test_add_rms_norm(memory, stream, dtype, offset, count, columns):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("norms_change", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 0.7])
+@pytest.mark.parametrize("scale", [None, 0.83])
 @pytest.mark.parametrize("has_out", [False, True])
 @ROWS
-def test_add_rms_norm_of_a_change(memory, stream, dtype, offset, norms_change, factor, has_out, count, columns):
+def test_add_rms_norm_of_a_change(memory, stream, dtype, offset, norms_change, factor, scale, has_out, count, columns):
     kind, rounding = numpy_dtype(dtype), ROUNDING[dtype]
     hidden, change = (rows(count, columns, dtype=dtype, seed=seed, scale=3) for seed in (1, 2))
     weight, change_weight = (rows(columns, dtype=dtype, seed=seed) for seed in (3, 4))
     arrays = (hidden, change, weight, change_weight, np.full_like(hidden, np.nan))
     total, added, last, first, out = (memory.to_device(array, stream=stream) for array in arrays)
+    scales = None if scale is None else np.array([scale], kind)
     options = {"change_weight": first if norms_change else None, "change_factor": factor, "weight_offset": offset}
+    options["scale"] = None if scales is None else memory.to_device(scales, stream=stream)
     add_rms_norm(total, added, last if has_out else None, out=out if has_out else None, eps=1e-5, **options, stream=stream)
     expected = change.astype(np.float64)
     if norms_change:
         expected = normed(expected, change_weight.astype(np.float64) + offset, 1e-5).astype(kind).astype(np.float64)
-    expected = expected * factor
+    expected, by = expected * factor, 1.0 if scales is None else float(scales[0])
     found, sums = total.numpy().astype(np.float64), hidden.astype(np.float64) + expected
-    # What is rounded: the norm of the change, its product with the factor, and the sum.
-    assert (np.abs(found - sums) <= rounding * (2 * np.abs(expected) + np.abs(sums)) + 1e-6).all()
+    # What is rounded: the norm of the change, its product with the factor, the sum, and its product with the scale.
+    assert (np.abs(found - by * sums) <= by * rounding * (2 * np.abs(expected) + 2 * np.abs(sums)) + 1e-6).all()
+    if factor == 1 and not norms_change:
+        of_floats = (hidden.astype(np.float32) + change.astype(np.float32)).astype(kind)
+        np.testing.assert_array_equal(total.numpy(), (of_floats.astype(np.float32) * np.float32(by)).astype(kind))
     np.testing.assert_array_equal(added.numpy(), change)
     if has_out:
         close(out.numpy(), normed(found, weight.astype(np.float64) + offset, 1e-5), dtype)
@@ -166,6 +172,8 @@ def test_what_does_not_fit_is_refused(memory, stream):
         add_rms_norm(hidden, tensor(2, 6), None, out=tensor(2, 6), eps=1e-5, stream=stream)
     with raises(ShapeError, "change_weight", expected="(6,)"):
         add_rms_norm(hidden, tensor(2, 6), weight, out=tensor(2, 6), eps=1e-5, change_weight=tensor(8), stream=stream)
+    with raises(ShapeError, "scale", expected="(1,)"):
+        add_rms_norm(hidden, tensor(2, 6), weight, out=tensor(2, 6), eps=1e-5, scale=weight, stream=stream)
     with raises(ShapeError, "hidden", expected="even number of columns"):
         add_rms_norm(tensor(2, 5), tensor(2, 5), tensor(5), out=tensor(2, 5), eps=1e-5, stream=stream)
     with raises(ShapeError, "out", "(2, 2)"):

@@ -1144,6 +1144,22 @@ MISTAKES = {
         RACE,
     ),
     "k with the weights of q": ("decoder_layer.cu", "is_q ? q_weight : k_weight", "q_weight", "none", DECODER_LAYER_TESTS, "Mismatched"),
+    "a scaled sum with the squares of the sum": (
+        "decoder_layer.cu",
+        "add_squares(Element{}, scaled, squares);",
+        "add_squares(Element{}, sum, squares);",
+        "none",
+        DECODER_LAYER_TESTS,
+        "Mismatched",
+    ),
+    "a scale from the upper half of a word": (
+        "decoder_layer.cu",
+        "unpack(Element{}, *params.scale).x",
+        "unpack(Element{}, *params.scale).y",
+        "none",
+        DECODER_LAYER_TESTS,
+        "assert",
+    ),
     "v with the epsilon of q and k": ("decoder_layer.cu", "is_v ? v_eps : eps", "eps", "none", DECODER_LAYER_TESTS, "Mismatched"),
     "v with the offset of a weight": (
         "decoder_layer.cu",

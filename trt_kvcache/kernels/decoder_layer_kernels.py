@@ -32,16 +32,17 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     change_weight: DeviceTensor | None = None,
     change_factor: float = 1.0,
+    scale: DeviceTensor | None = None,
     stream: Any,
 ) -> None:
     """Add ``change`` to ``hidden`` and write the RMS norm of the sum, times ``weight_offset + weight``, into ``out``.
 
-    Optionally the norm of ``change`` is added instead (post-norm), and a factor multiplies it.
+    Optionally the norm of ``change`` is added instead (post-norm), a factor multiplies it, and a scale multiplies the sum.
 
     Parameters
     ----------
     hidden : DeviceTensor ``[rows, columns]`` float16 or bfloat16
-        The residual stream; an even number of columns. Overwritten with the rounded sum.
+        The residual stream; an even number of columns. Overwritten with the rounded sum, times ``scale``.
     change : DeviceTensor ``[rows, columns]``
         Output of attention or of the MLP.
     weight : DeviceTensor ``[columns]``, or None
@@ -57,6 +58,8 @@ def add_rms_norm(
         Weight of the norm of ``change``, with the same ``eps`` and ``weight_offset``. By default ``change`` is not normalized.
     change_factor : float
         Factor of ``change``, after its norm.
+    scale : DeviceTensor ``[1]``, optional
+        Factor of the sum, before its norm. On a GPU it is read early, as ``weight`` is.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
 
@@ -67,8 +70,8 @@ def add_rms_norm(
 
     Notes
     -----
-    Sums are float32, over the rounded values. The norm of ``change`` and its product with the factor are each rounded, as if they were
-    stored. Gemma and OLMo 2 have post-norms, Granite has a factor.
+    Sums are float32, over the rounded values. The norm of ``change``, its product with the factor, the sum and its product with the scale
+    are each rounded, as if they were stored. Gemma and OLMo 2 have post-norms, Granite has a factor, Gemma 4 a scale.
     """
     _check("hidden", hidden, hidden)
     if hidden.ndim != 2 or hidden.shape[1] % 2 or len(hidden) > MAX_ROWS:
@@ -77,12 +80,13 @@ def add_rms_norm(
         raise ShapeError(f"out: expected None where weight is None, and nowhere else, got {out!r} with {weight!r}.")
     rows, columns = hidden.shape, hidden.shape[1:]
     _check_shape("change", change, hidden, rows)
-    for name, tensor, shape in (("weight", weight, columns), ("out", out, rows), ("change_weight", change_weight, columns)):
+    others = (("weight", weight, columns), ("out", out, rows), ("change_weight", change_weight, columns), ("scale", scale, (1,)))
+    for name, tensor, shape in others:
         if tensor is not None:
             _check_shape(name, tensor, hidden, shape)
     hidden.memory.check_stream(stream)
     if hidden.nbytes:
-        options = (eps, weight_offset, change_weight, change_factor)
+        options = (eps, weight_offset, change_weight, change_factor, scale)
         add_rms_norm_kernel(hidden, change, weight, out, *options, stream)
 
 
@@ -248,6 +252,7 @@ def _add_rms_norm_on_host(
     weight_offset: float,
     change_weight: DeviceTensor | None,
     change_factor: float,
+    scale: DeviceTensor | None,
     stream: Any,
 ) -> None:
     total, added = array_of(hidden), array_of(change)
@@ -256,6 +261,8 @@ def _add_rms_norm_on_host(
     if change_factor != 1:
         added = (added.astype(np.float32) * np.float32(change_factor)).astype(added.dtype)
     total[...] = total.astype(np.float32) + added.astype(np.float32)
+    if scale is not None:
+        total[...] = total.astype(np.float32) * array_of(scale).astype(np.float32)
     if weight is not None and out is not None:
         array_of(out)[...] = _normed(total, weight, eps, weight_offset)
 
@@ -338,15 +345,16 @@ def _add_rms_norm_on_device(
     weight_offset: float,
     change_weight: DeviceTensor | None,
     change_factor: float,
+    scale: DeviceTensor | None,
     stream: Any,
 ) -> None:
     rows, columns = hidden.shape
     words = columns // 2
     threads = min(_MAX_THREADS, -(-words // (_WARP * _HELD_WORDS)) * _WARP)
     arguments: tuple[Any, ...] = (hidden.ptr, change.ptr, address(weight), address(out), words, float(eps), float(weight_offset))
-    is_plain = out is not None and change_weight is None and change_factor == 1
+    is_plain = out is not None and change_weight is None and change_factor == 1 and scale is None
     if not is_plain:
-        arguments += (address(change_weight), float(change_factor))
+        arguments += (address(change_weight), float(change_factor), address(scale))
     early = starts_early(hidden.memory)
     launch(
         hidden.memory,
@@ -406,7 +414,7 @@ def _gated_mul_on_device(gate_up: DeviceTensor, out: DeviceTensor, activation: s
 # --- without checks, for engines ---
 
 
-#: Add rows to the residual stream, and norm the sum.
+#: Add rows to the residual stream, scale the sum and norm it.
 add_rms_norm_kernel = Kernel(_add_rms_norm_on_host, _add_rms_norm_on_device)
 
 #: Norm q and k in place, each head or all heads of a row together, and the heads of v, without a weight.

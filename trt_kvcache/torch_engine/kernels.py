@@ -108,16 +108,23 @@ class KernelElementwise(Elementwise):
         self._views, self._stream = views, stream
 
     def add_norm(
-        self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
+        self,
+        hidden: torch.Tensor,
+        change: torch.Tensor,
+        norm: TorchNorm | None,
+        change_norm: TorchNorm | None,
+        factor: float,
+        scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`Elementwise.add_norm`. Overwrites ``hidden`` with the sum."""
         slots, width, columns = hidden.shape
         norms = [one for one in (norm, change_norm) if one is not None]
         kinds = {(one.epsilon, one.offset) for one in norms} or {(0.0, 0.0)}
         if slots * width > MAX_ROWS or columns % 2 or len(kinds) > 1 or not all(one.has_kernel for one in norms):
-            return super().add_norm(hidden, change, norm, change_norm, factor)
+            return super().add_norm(hidden, change, norm, change_norm, factor, scale)
         out, rows = hidden if norm is None else torch.empty_like(hidden), self._views.rows_of
-        weight, change_weight = (None if one is None else self._views.of(one.weight) for one in (norm, change_norm))
+        weights = (None if one is None else one.weight for one in (norm, change_norm))
+        weight, change_weight, scale_view = (None if one is None else self._views.of(one) for one in (*weights, scale))
         ((eps, offset),) = kinds
         add_rms_norm_kernel(
             rows(hidden),
@@ -128,6 +135,7 @@ class KernelElementwise(Elementwise):
             offset,
             change_weight,
             factor,
+            scale_view,
             self._stream,
         )
         return hidden, out

@@ -126,10 +126,21 @@ class Elementwise:
     """Elementwise operations between matrix products, by torch."""
 
     def add_norm(
-        self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
+        self,
+        hidden: torch.Tensor,
+        change: torch.Tensor,
+        norm: TorchNorm | None,
+        change_norm: TorchNorm | None,
+        factor: float,
+        scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``hidden + factor * change_norm(change)`` ``[A, s, hidden]``, and its norm. ``hidden`` is no longer needed."""
+        """Return ``scale * (hidden + factor * change_norm(change))`` ``[A, s, hidden]``, and its norm. ``hidden`` is no longer needed.
+
+        ``scale``: ``[1]``, or None for 1.
+        """
         hidden = hidden + scaled(normalised(change, change_norm), factor)
+        if scale is not None:
+            hidden = hidden * scale
         return hidden, normalised(hidden, norm)
 
     def norm_heads(
