@@ -180,6 +180,20 @@ __device__ __forceinline__ void gated_mul(const unsigned* gate_up, unsigned* out
     out[row * words + word] = pack(Element{}, {Activation::of(gate.x) * up.x, Activation::of(gate.y) * up.y});
 }
 
+// The same of two tensors, with the activation rounded as if it were stored. Rows of `factor` are factor_words apart.
+template <class Element, class Activation>
+__device__ __forceinline__ void activated_mul(const unsigned* gate, const unsigned* factor, unsigned* out,
+                                              long long words, long long factor_words) {
+    const long long word = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x, row = blockIdx.y;
+    grid_dependents_may_launch();
+    grid_dependency_wait();
+    if (word >= words) return;
+    const float2 before = unpack(Element{}, gate[row * words + word]),
+                 by = unpack(Element{}, factor[row * factor_words + word]),
+                 activated = unpack(Element{}, pack(Element{}, {Activation::of(before.x), Activation::of(before.y)}));
+    out[row * words + word] = pack(Element{}, {activated.x * by.x, activated.y * by.y});
+}
+
 // out[row][i] = in[row][order[i]]: the columns of rows in another order. Elements of 16 bits, `words` pairs of them in a
 // row. Grid: x over rows, y along a row.
 extern "C" __global__ void gather_columns(const unsigned short* in, const int* order, unsigned* out, long long words) {
@@ -237,4 +251,24 @@ extern "C" __global__ void gelu_tanh_mul_float16(const unsigned* gate_up, unsign
 
 extern "C" __global__ void gelu_tanh_mul_bfloat16(const unsigned* gate_up, unsigned* out, long long words) {
     gated_mul<BFloat16, GeluTanh>(gate_up, out, words);
+}
+
+#define ACTIVATED_PARAMETERS \
+    const unsigned *gate, const unsigned *factor, unsigned *out, long long words, long long factor_words
+#define ACTIVATED_ARGUMENTS gate, factor, out, words, factor_words
+
+extern "C" __global__ void activated_mul_silu_float16(ACTIVATED_PARAMETERS) {
+    activated_mul<Float16, Silu>(ACTIVATED_ARGUMENTS);
+}
+
+extern "C" __global__ void activated_mul_silu_bfloat16(ACTIVATED_PARAMETERS) {
+    activated_mul<BFloat16, Silu>(ACTIVATED_ARGUMENTS);
+}
+
+extern "C" __global__ void activated_mul_gelu_tanh_float16(ACTIVATED_PARAMETERS) {
+    activated_mul<Float16, GeluTanh>(ACTIVATED_ARGUMENTS);
+}
+
+extern "C" __global__ void activated_mul_gelu_tanh_bfloat16(ACTIVATED_PARAMETERS) {
+    activated_mul<BFloat16, GeluTanh>(ACTIVATED_ARGUMENTS);
 }

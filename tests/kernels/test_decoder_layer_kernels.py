@@ -7,8 +7,8 @@ import pytest
 
 from tests.helpers.assertions import raises
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
-from trt_kvcache.kernels import add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul
+from trt_kvcache.errors import ConfigError, DTypeError, LayoutError, ShapeError
+from trt_kvcache.kernels import activated_mul, add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul
 from trt_kvcache.memory.tensor import DeviceTensor
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -152,6 +152,58 @@ def test_gates(memory, stream, dtype, kernel, count, columns):
     gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
     factor = 1 / (1 + np.exp(-gate)) if kernel is silu_mul else 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
     close(out.numpy(), gate * factor * up, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("gap", [0, 6])
+@pytest.mark.parametrize(("count", "columns"), [(1, 2), (3, 40), (5, 514)])
+def test_activated_mul(memory, stream, dtype, activation, gap, count, columns):
+    gate, wide = rows(count, columns, dtype=dtype, scale=4), rows(count, columns + gap, dtype=dtype, seed=1)
+    given, factors, out = (memory.to_device(array, stream=stream) for array in (gate, wide, np.full_like(gate, np.nan)))
+    factor = DeviceTensor(factors.allocation, shape=gate.shape, dtype=dtype, strides=(columns + gap, 1), offset=factors.offset)
+    activated_mul(given, factor, activation=activation, out=out, stream=stream)
+    exact = gate.astype(np.float64)
+    by = 1 / (1 + np.exp(-exact)) if activation == "silu" else 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
+    # Two roundings. float32 has few bits of a GELU far below 0.
+    np.testing.assert_allclose(out.numpy().astype(np.float64), exact * by * wide[:, :columns], rtol=2 * ROUNDING[dtype], atol=1e-5)
+    np.testing.assert_array_equal(factors.numpy(), wide)
+
+
+@DTYPES
+def test_the_activation_is_rounded_before_the_product(memory, stream, dtype):
+    gate, factor = rows(4, 64, dtype=dtype, scale=4), rows(4, 64, dtype=dtype, seed=1)
+    given, by, out, activated, ones = (
+        memory.to_device(array, stream=stream) for array in (gate, factor, *[np.full_like(gate, np.nan)] * 2, np.ones_like(gate))
+    )
+    activated_mul(given, ones, activation="gelu_tanh", out=activated, stream=stream)
+    activated_mul(given, by, activation="gelu_tanh", out=out, stream=stream)
+    expected = (activated.numpy().astype(np.float32) * factor.astype(np.float32)).astype(gate.dtype)
+    np.testing.assert_array_equal(out.numpy(), expected)
+
+
+def test_factors_that_do_not_fit_are_refused(memory, stream):
+    def tensor(*shape, dtype="float16"):
+        return memory.to_device(rows(*shape, dtype=dtype), stream=stream)
+
+    gate, out = tensor(2, 6), tensor(2, 6)
+    before, wide = out.numpy(), tensor(2, 12)
+    strided, odd = (DeviceTensor(wide.allocation, shape=(2, 6), dtype="float16", strides=strides) for strides in ((12, 2), (7, 1)))
+    for factor, error, text in (
+        (tensor(2, 8), ShapeError, r"factor: expected shape \(2, 6\), got "),
+        (tensor(2, 6, dtype="bfloat16"), DTypeError, "factor: expected float16 or bfloat16, all of one dtype, got bfloat16"),
+        (strided, LayoutError, "factor: expected dense rows that begin at multiples of 4 bytes, got "),
+        (odd, LayoutError, "factor: expected dense rows that begin at multiples of 4 bytes, got "),
+    ):
+        with pytest.raises(error, match=text):
+            activated_mul(gate, factor, activation="silu", out=out, stream=stream)
+    with raises(ConfigError, "activation", expected="silu, gelu_tanh", got="relu2"):
+        activated_mul(gate, gate, activation="relu2", out=out, stream=stream)
+    with raises(ShapeError, "gate", expected="an even number of columns"):
+        activated_mul(tensor(2, 5), tensor(2, 5), activation="silu", out=tensor(2, 5), stream=stream)
+    with raises(ShapeError, "out", expected="(2, 6)"):
+        activated_mul(gate, gate, activation="silu", out=wide, stream=stream)
+    np.testing.assert_array_equal(out.numpy(), before)
 
 
 def test_what_does_not_fit_is_refused(memory, stream):

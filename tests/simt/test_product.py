@@ -1160,6 +1160,22 @@ MISTAKES = {
         DECODER_LAYER_TESTS,
         "assert",
     ),
+    "factors of rows without a gap": (
+        "decoder_layer.cu",
+        "factor[row * factor_words + word]",
+        "factor[row * words + word]",
+        "none",
+        DECODER_LAYER_TESTS,
+        "Not equal to tolerance",
+    ),
+    "an activation that is not rounded": (
+        "decoder_layer.cu",
+        "unpack(Element{}, pack(Element{}, {Activation::of(before.x), Activation::of(before.y)}))",
+        "{Activation::of(before.x), Activation::of(before.y)}",
+        "none",
+        f"{DECODER_LAYER_TESTS}::test_the_activation_is_rounded_before_the_product",
+        "Mismatched",
+    ),
     "v with the epsilon of q and k": ("decoder_layer.cu", "is_v ? v_eps : eps", "eps", "none", DECODER_LAYER_TESTS, "Mismatched"),
     "v with the offset of a weight": (
         "decoder_layer.cu",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache._util.checks import one_of
 from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.host_arrays import Array, array_of
@@ -210,6 +211,46 @@ def gelu_tanh_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> N
     _gated_mul("gelu_tanh", gate_up, out, stream)
 
 
+def activated_mul(gate: DeviceTensor, factor: DeviceTensor, *, activation: str, out: DeviceTensor, stream: Any) -> None:
+    """Write ``activation(gate) * factor`` into ``out``.
+
+    Parameters
+    ----------
+    gate : DeviceTensor ``[rows, columns]`` float16 or bfloat16
+        An even number of columns.
+    factor : DeviceTensor ``[rows, columns]``
+        Rows may be strided by an even number of elements.
+    activation : {"silu", "gelu_tanh"}
+        The activation of the gate.
+    out : DeviceTensor ``[rows, columns]``
+        Overwritten.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ConfigError, ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    The activation is rounded before it is multiplied, as if it were stored: so do the per-layer inputs of Gemma 4.
+    """
+    one_of("activation", activation, tuple(_SIGMOID_INPUTS))
+    _check("gate", gate, gate)
+    if gate.ndim != 2 or gate.shape[1] % 2 or len(gate) > MAX_ROWS:
+        raise ShapeError(f"gate: expected [up to {MAX_ROWS} rows, an even number of columns], got {gate!r}.")
+    _check_shape("out", out, gate, gate.shape)
+    _check_element("factor", factor, gate)
+    if factor.shape != gate.shape:
+        raise ShapeError(f"factor: expected shape {gate.shape}, got {factor!r}.")
+    if not is_dense(factor.shape[1:], factor.strides[1:]) or factor.offset % 4 or (len(factor) > 1 and factor.strides[0] % 2):
+        raise LayoutError(f"factor: expected dense rows that begin at multiples of 4 bytes, got {factor!r}.")
+    out.memory.check_stream(stream)
+    if out.nbytes:
+        activated_mul_kernel(gate, factor, out, activation, stream)
+
+
 def _gated_mul(activation: str, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
     _check("gate_up", gate_up, gate_up)
     _check("out", out, gate_up)
@@ -305,6 +346,12 @@ def _gated_mul_on_host(gate_up: DeviceTensor, out: DeviceTensor, activation: str
     array_of(out)[...] = gated(activation, array_of(gate_up).astype(np.float32))
 
 
+def _activated_mul_on_host(gate: DeviceTensor, factor: DeviceTensor, out: DeviceTensor, activation: str, stream: Any) -> None:
+    rows = array_of(gate)
+    activated = _activated(activation, rows.astype(np.float32)).astype(rows.dtype)
+    array_of(out)[...] = activated.astype(np.float32) * array_of(factor).astype(np.float32)
+
+
 _TANH_FACTOR, _CUBE_FACTOR = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
 
 #: Inputs of the sigmoid, by activation: each activation is x times a sigmoid.
@@ -317,9 +364,14 @@ _SIGMOID_INPUTS: dict[str, Callable[[Array], Array]] = {
 def gated(activation: str, gate_up: Array) -> Array:
     """Return ``activation(gate) * up`` of float32 ``[rows, 2 * columns]``."""
     gate, up = np.split(gate_up, 2, axis=1)
-    with np.errstate(over="ignore"):  # far below 0, where the quotient becomes 0
-        product: Array = gate / (1 + np.exp(-_SIGMOID_INPUTS[activation](gate))) * up
+    product: Array = _activated(activation, gate) * up
     return product
+
+
+def _activated(activation: str, gate: Array) -> Array:
+    with np.errstate(over="ignore"):  # far below 0, where the quotient becomes 0
+        quotient: Array = gate / (1 + np.exp(-_SIGMOID_INPUTS[activation](gate)))
+    return quotient
 
 
 # --- CUDA: launches of plugins/decoder_layer.cu ---
@@ -411,6 +463,20 @@ def _gated_mul_on_device(gate_up: DeviceTensor, out: DeviceTensor, activation: s
     )
 
 
+def _activated_mul_on_device(gate: DeviceTensor, factor: DeviceTensor, out: DeviceTensor, activation: str, stream: Any) -> None:
+    rows, columns = out.shape
+    words = columns // 2
+    launch(
+        out.memory,
+        _SOURCE,
+        f"activated_mul_{activation}_{out.dtype}",
+        (-(-words // THREADS_PER_BLOCK), rows, 1),
+        (gate.ptr, factor.ptr, out.ptr, words, factor.strides[0] // 2),
+        stream,
+        programmatic_dependent_launch=starts_early(out.memory),
+    )
+
+
 # --- without checks, for engines ---
 
 
@@ -422,3 +488,6 @@ qk_rms_norm_kernel = Kernel(_qk_rms_norm_on_host, _qk_rms_norm_on_device)
 
 #: Multiply the activation (``silu``, ``gelu_tanh``) of the first half of each row with its second half.
 gated_mul_kernel = Kernel(_gated_mul_on_host, _gated_mul_on_device)
+
+#: Multiply the activation (``silu``, ``gelu_tanh``) of one tensor, rounded, with another one.
+activated_mul_kernel = Kernel(_activated_mul_on_host, _activated_mul_on_device)

@@ -16,7 +16,13 @@ from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_kernels import attend_kernel
 from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, MIN_ARCH, arch_number, supports_attention
-from trt_kvcache.kernels.decoder_layer_kernels import MAX_ROWS, add_rms_norm_kernel, gated_mul_kernel, qk_rms_norm_kernel
+from trt_kvcache.kernels.decoder_layer_kernels import (
+    MAX_ROWS,
+    activated_mul_kernel,
+    add_rms_norm_kernel,
+    gated_mul_kernel,
+    qk_rms_norm_kernel,
+)
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import AttentionConfig
 from trt_kvcache.model.mlp_config import Activation
@@ -26,7 +32,7 @@ from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
 
-#: Activations of the MLP gate with a kernel.
+#: Activations of a gate with a kernel.
 _GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -102,7 +108,7 @@ class KernelAttention:
 
 
 class KernelElementwise(Elementwise):
-    """Fused kernels, launched on ``stream``: residual and norm; norms of q, k and v; the gate of the MLP."""
+    """Fused kernels, launched on ``stream``: residual and norm; norms of q, k and v; gates."""
 
     def __init__(self, views: DeviceViews, stream: Any) -> None:
         self._views, self._stream = views, stream
@@ -163,4 +169,13 @@ class KernelElementwise(Elementwise):
             return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
         gated_mul_kernel(self._views.rows_of(gate_up), self._views.rows_of(out), activation, self._stream)
+        return out
+
+    def activated_mul(self, gate: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
+        """See :meth:`Elementwise.activated_mul`."""
+        slots, width, columns = gate.shape
+        if activation not in _GATE_ACTIVATIONS or slots * width > MAX_ROWS or columns % 2:
+            return super().activated_mul(gate, factor, activation)
+        out, rows = torch.empty_like(gate), self._views.rows_of
+        activated_mul_kernel(rows(gate), rows(factor), rows(out), activation, self._stream)
         return out

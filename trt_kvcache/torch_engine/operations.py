@@ -164,6 +164,10 @@ class Elementwise:
             return _clamped_swiglu(activation, gate, up)
         return ACTIVATIONS[activation](gate) * up
 
+    def activated_mul(self, gate: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return ``activation(gate) * factor`` of two tensors ``[A, s, n]``, of which ``gate`` is dense. The activation is rounded."""
+        return ACTIVATIONS[activation](gate) * factor
+
     def inner(self, inputs: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """Return the inner activations of an MLP, from its products with gate, if there is one, and up."""
         if config.gated:
