@@ -22,13 +22,16 @@ __device__ __forceinline__ float norm_scale(float squares, long long words, floa
     return 1.0f / sqrtf(squares / static_cast<float>(2 * words) + eps);
 }
 
-// Adds a word to one of the residual stream, rounds the sum and adds its squares to `squares`.
 template <class Element>
-__device__ __forceinline__ unsigned add_word(Element, unsigned hidden, unsigned change, float& squares) {
+__device__ __forceinline__ unsigned add_word(Element, unsigned hidden, unsigned change) {
     const float2 before = unpack(Element{}, hidden), added = unpack(Element{}, change);
-    const unsigned sum = pack(Element{}, {before.x + added.x, before.y + added.y});
-    add_squares(Element{}, sum, squares);
-    return sum;
+    return pack(Element{}, {before.x + added.x, before.y + added.y});
+}
+
+template <class Element>
+__device__ __forceinline__ unsigned multiply_word(Element, unsigned word, float factor) {
+    const float2 value = unpack(Element{}, word);
+    return factor == 1.0f ? word : pack(Element{}, {value.x * factor, value.y * factor});
 }
 
 template <class Element>
@@ -39,22 +42,24 @@ __device__ __forceinline__ unsigned scale_word(Element, unsigned sum, unsigned w
                 {value.x * scale * (weight_offset + factor.x), value.y * scale * (weight_offset + factor.y)});
 }
 
-// Addend of the residual stream: a change as it is, or its norm, times a factor, each of them rounded.
+// Addend of the residual stream: a change as it is, or its norm, times a factor; and a factor of the sum. Each result
+// is rounded.
 struct ChangeParams {
-    const unsigned* weight;  // of its norm, or null
+    const unsigned* weight;  // of the norm of the change, or null
     float factor;
+    const unsigned short* scale;  // of the sum: one element, or null for 1
 };
 template <class Element>
 __device__ __forceinline__ unsigned changed_word(Element, unsigned change, unsigned weight, const ChangeParams& params,
                                                  float weight_offset, float scale) {
     if (params.weight) change = scale_word(Element{}, change, weight, weight_offset, scale);
-    const float2 value = unpack(Element{}, change);
-    return params.factor == 1.0f ? change : pack(Element{}, {value.x * params.factor, value.y * params.factor});
+    return multiply_word(Element{}, change, params.factor);
 }
 
-// hidden += change, rounded; out = hidden / sqrt(mean(hidden^2) + eps) * (weight_offset + weight), if there is `out`.
-// Grid: a block for each row of `words` words. The first kHeldWords words of a thread are loaded together; weights
-// before the launch that makes `change` has ended. kPlain: the change is added as it is, and there is `out`.
+// hidden += change, rounded; then hidden *= scale, rounded; if there is `out`, it becomes
+// hidden / sqrt(mean(hidden^2) + eps) * (weight_offset + weight). Grid: a block for each row of `words` words. The first
+// kHeldWords words of a thread are loaded together; weights before the launch that makes `change` has ended.
+// kPlain: the change is added as it is, without a scale, and there is `out`.
 template <class Element, bool kPlain>
 __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* change, const unsigned* weight,
                                              unsigned* out, long long words, double eps, double weight_offset,
@@ -79,6 +84,7 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
         weights[i] = norms && live ? weight[word] : 0;
         if constexpr (!kPlain) change_weights[i] = norms_change && live ? params.weight[word] : 0;
     });
+    const float sum_scale = !kPlain && params.scale ? unpack(Element{}, *params.scale).x : 1.0f;
     grid_dependents_may_launch();  // this is short: the next launch can begin to read its weights
     grid_dependency_wait();
     for_each_held([&](int i, long long word, bool live) {
@@ -92,18 +98,20 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
         for (long long word = behind; word < words; word += blockDim.x) add_squares(Element{}, change[word], squares);
         change_scale = norm_scale(block_reduce(squares, 0.0f, sums + kMaxWarps, Sum{}), words, epsilon);
     }
-    const auto changed = [&](unsigned word, unsigned change_weight) {
-        return kPlain ? word : changed_word(Element{}, word, change_weight, params, offset, change_scale);
-    };
     float squares = 0.0f;
+    const auto sum_of = [&](unsigned before, unsigned word, unsigned change_weight) {
+        if (!kPlain) word = changed_word(Element{}, word, change_weight, params, offset, change_scale);
+        const unsigned sum = add_word(Element{}, before, word),
+                       scaled = kPlain ? sum : multiply_word(Element{}, sum, sum_scale);
+        add_squares(Element{}, scaled, squares);
+        return scaled;
+    };
     for_each_held([&](int i, long long word, bool live) {
-        held[i] = add_word(Element{}, held[i], changed(added[i], change_weights[i]), squares);
+        held[i] = sum_of(held[i], added[i], change_weights[i]);
         if (live) hidden[word] = held[i];
     });
-    for (long long word = behind; word < words; word += blockDim.x) {
-        hidden[word] =
-            add_word(Element{}, hidden[word], changed(change[word], norms_change ? params.weight[word] : 0), squares);
-    }
+    for (long long word = behind; word < words; word += blockDim.x)
+        hidden[word] = sum_of(hidden[word], change[word], norms_change ? params.weight[word] : 0);
     if (!norms) return;
     const float scale = norm_scale(block_reduce(squares, 0.0f, sums, Sum{}), words, epsilon);
     for_each_held([&](int i, long long word, bool live) {
@@ -114,25 +122,33 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
     }
 }
 
-// q and k of a row of new tokens become x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in place. The mean is
-// that of a unit: of a head, or of all heads of q or of k. A row has q_units of q_words words, then k_units of k_words;
-// what follows stays. Grid: x over units, a warp for each; y over rows, which are row_words apart.
+// q and k of a row of new tokens become x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in place; v becomes
+// x / sqrt(mean(x^2) + v_eps). The mean is that of a unit: of a head, or of all heads of q or of k. A row has q_units
+// of q_words words, then k_units of k_words and v_units of v_words; what follows stays. Grid: x over units, a warp for
+// each; y over rows, which are row_words apart.
 template <class Element>
 __device__ __forceinline__ void qk_rms_norm(unsigned* qkv, const unsigned* q_weight, const unsigned* k_weight,
                                             long long row_words, long long q_units, long long k_units,
-                                            long long q_words, long long k_words, double eps, double weight_offset) {
+                                            long long v_units, long long q_words, long long k_words, long long v_words,
+                                            double eps, double weight_offset, double v_eps) {
     const int lane = threadIdx.x % 32;
-    const long long unit = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-    if (unit >= q_units + k_units) return;
-    const bool is_q = unit < q_units;
-    const long long words = is_q ? q_words : k_words,
-                    first = is_q ? unit * q_words : q_units * q_words + (unit - q_units) * k_words;
-    const unsigned* const weight = is_q ? q_weight : k_weight;
-    unsigned* const row = qkv + blockIdx.y * row_words + first;
-    const float offset = static_cast<float>(weight_offset);
+    const long long unit = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32,
+                    first_v = q_units + k_units;
+    if (unit >= first_v + v_units) return;
+    const bool is_q = unit < q_units, is_v = unit >= first_v;
+    const long long words = is_v ? v_words : (is_q ? q_words : k_words);
+    const unsigned* const weight = is_v ? nullptr : (is_q ? q_weight : k_weight);
+    unsigned* row = qkv + blockIdx.y * row_words;
+    if (is_v) {
+        row += q_units * q_words + k_units * k_words + (unit - first_v) * v_words;
+    } else {
+        row += is_q ? unit * q_words : q_units * q_words + (unit - q_units) * k_words;
+    }
+    const float offset = is_v ? 1.0f : static_cast<float>(weight_offset);  // the weights of v are 1
+    const float epsilon = static_cast<float>(is_v ? v_eps : eps);
     unsigned values[kHeldWords], weights[kHeldWords];
 #pragma unroll
-    for (int i = 0; i < kHeldWords; i++) weights[i] = lane + 32 * i < words ? weight[lane + 32 * i] : 0;
+    for (int i = 0; i < kHeldWords; i++) weights[i] = weight && lane + 32 * i < words ? weight[lane + 32 * i] : 0;
     grid_dependents_may_launch();
     grid_dependency_wait();
     float squares = 0.0f;
@@ -142,13 +158,13 @@ __device__ __forceinline__ void qk_rms_norm(unsigned* qkv, const unsigned* q_wei
     for (int i = 0; i < kHeldWords; i++) add_squares(Element{}, values[i], squares);
     for (long long word = lane + 32 * kHeldWords; word < words; word += 32) add_squares(Element{}, row[word], squares);
     for (int lanes = 16; lanes; lanes /= 2) squares += __shfl_xor_sync(~0u, squares, lanes);
-    const float scale = norm_scale(squares, words, static_cast<float>(eps));
+    const float scale = norm_scale(squares, words, epsilon);
 #pragma unroll
     for (int i = 0; i < kHeldWords; i++) {
         if (lane + 32 * i < words) row[lane + 32 * i] = scale_word(Element{}, values[i], weights[i], offset, scale);
     }
     for (long long word = lane + 32 * kHeldWords; word < words; word += 32)
-        row[word] = scale_word(Element{}, row[word], weight[word], offset, scale);
+        row[word] = scale_word(Element{}, row[word], weight ? weight[word] : 0, offset, scale);
 }
 
 // out = Activation(gate) * up. A row of gate_up is `words` words of gate, then as many of up. Grid: x along a row, y
@@ -162,6 +178,20 @@ __device__ __forceinline__ void gated_mul(const unsigned* gate_up, unsigned* out
     const float2 gate = unpack(Element{}, gate_up[2 * row * words + word]),
                  up = unpack(Element{}, gate_up[(2 * row + 1) * words + word]);
     out[row * words + word] = pack(Element{}, {Activation::of(gate.x) * up.x, Activation::of(gate.y) * up.y});
+}
+
+// The same of two tensors, with the activation rounded as if it were stored. Rows of `factor` are factor_words apart.
+template <class Element, class Activation>
+__device__ __forceinline__ void activated_mul(const unsigned* gate, const unsigned* factor, unsigned* out,
+                                              long long words, long long factor_words) {
+    const long long word = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x, row = blockIdx.y;
+    grid_dependents_may_launch();
+    grid_dependency_wait();
+    if (word >= words) return;
+    const float2 before = unpack(Element{}, gate[row * words + word]),
+                 by = unpack(Element{}, factor[row * factor_words + word]),
+                 activated = unpack(Element{}, pack(Element{}, {Activation::of(before.x), Activation::of(before.y)}));
+    out[row * words + word] = pack(Element{}, {activated.x * by.x, activated.y * by.y});
 }
 
 // out[row][i] = in[row][order[i]]: the columns of rows in another order. Elements of 16 bits, `words` pairs of them in a
@@ -180,8 +210,9 @@ extern "C" __global__ void gather_columns(const unsigned short* in, const int* o
     unsigned *hidden, const unsigned *change, const unsigned *weight, unsigned *out, long long words, double eps, \
         double weight_offset
 #define NORM_ARGUMENTS hidden, change, weight, out, words, eps, weight_offset
-#define CHANGE_PARAMETERS NORM_PARAMETERS, const unsigned *change_weight, double change_factor
-#define CHANGE_ARGUMENTS {change_weight, static_cast<float>(change_factor)}
+#define CHANGE_PARAMETERS \
+    NORM_PARAMETERS, const unsigned *change_weight, double change_factor, const unsigned short *scale
+#define CHANGE_ARGUMENTS {change_weight, static_cast<float>(change_factor), scale}
 
 extern "C" __global__ void add_rms_norm_float16(NORM_PARAMETERS) { add_rms_norm<Float16, true>(NORM_ARGUMENTS, {}); }
 
@@ -197,8 +228,10 @@ extern "C" __global__ void add_changed_rms_norm_bfloat16(CHANGE_PARAMETERS) {
 
 #define QK_PARAMETERS \
     unsigned *qkv, const unsigned *q_weight, const unsigned *k_weight, long long row_words, long long q_units, \
-        long long k_units, long long q_words, long long k_words, double eps, double weight_offset
-#define QK_ARGUMENTS qkv, q_weight, k_weight, row_words, q_units, k_units, q_words, k_words, eps, weight_offset
+        long long k_units, long long v_units, long long q_words, long long k_words, long long v_words, double eps, \
+        double weight_offset, double v_eps
+#define QK_ARGUMENTS \
+    qkv, q_weight, k_weight, row_words, q_units, k_units, v_units, q_words, k_words, v_words, eps, weight_offset, v_eps
 
 extern "C" __global__ void qk_rms_norm_float16(QK_PARAMETERS) { qk_rms_norm<Float16>(QK_ARGUMENTS); }
 
@@ -218,4 +251,24 @@ extern "C" __global__ void gelu_tanh_mul_float16(const unsigned* gate_up, unsign
 
 extern "C" __global__ void gelu_tanh_mul_bfloat16(const unsigned* gate_up, unsigned* out, long long words) {
     gated_mul<BFloat16, GeluTanh>(gate_up, out, words);
+}
+
+#define ACTIVATED_PARAMETERS \
+    const unsigned *gate, const unsigned *factor, unsigned *out, long long words, long long factor_words
+#define ACTIVATED_ARGUMENTS gate, factor, out, words, factor_words
+
+extern "C" __global__ void activated_mul_silu_float16(ACTIVATED_PARAMETERS) {
+    activated_mul<Float16, Silu>(ACTIVATED_ARGUMENTS);
+}
+
+extern "C" __global__ void activated_mul_silu_bfloat16(ACTIVATED_PARAMETERS) {
+    activated_mul<BFloat16, Silu>(ACTIVATED_ARGUMENTS);
+}
+
+extern "C" __global__ void activated_mul_gelu_tanh_float16(ACTIVATED_PARAMETERS) {
+    activated_mul<Float16, GeluTanh>(ACTIVATED_ARGUMENTS);
+}
+
+extern "C" __global__ void activated_mul_gelu_tanh_bfloat16(ACTIVATED_PARAMETERS) {
+    activated_mul<BFloat16, GeluTanh>(ACTIVATED_ARGUMENTS);
 }

@@ -26,6 +26,7 @@ from tests.torch_engine.needs_torch import need_torch
 need_torch()
 
 import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.builder.torch_memory import TorchMemory  # noqa: E402
@@ -62,7 +63,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 
 #: By module, the kernels that it launches.
 LAUNCHED = {
-    kernels: ("attend", "add_rms_norm", "gated_mul", "qk_rms_norm"),
+    kernels: ("attend", "add_rms_norm", "activated_mul", "gated_mul", "qk_rms_norm"),
     kernel_adapted_projections: ("adapter_ranks", "adapter_outputs"),
     kernel_experts: ("expert_up", "expert_down"),
     tiled_experts: ("sort_by_expert", "expert_tiles_up", "expert_tiles_down", "weighted_sums"),
@@ -145,8 +146,62 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
         check_agreement(session, reference, 1e-2)  # as without kernels, see test_mixed_layers.py; seen: 0.0055
     assert calls["attend"] == 5 * (calls["gated_mul silu"] + calls["linear_gated_mul silu"]) / 4 > 0, "the first layer has no SiLU"
     assert calls["gated_mul gelu_tanh"] + calls["linear_gated_mul gelu_tanh"] == calls["attend"] / 5, "but GELU"
-    assert calls["add_rms_norm"] == 12 * calls["attend"] / 5, "with norms of what is added, and a factor; two layers have per-layer inputs"
+    sums = 11 * calls["attend"] / 5
+    assert calls["add_rms_norm"] == sums, "two of each layer and two of per-layer inputs, without one whose norms have different offsets"
+    assert calls["activated_mul gelu_tanh"] == calls["activated_mul silu"] == calls["attend"] / 5, "two layers have per-layer inputs"
     assert calls["qk_rms_norm"] == 4 * calls["attend"] / 5, "of all heads, of each with an offset, of each after RoPE, and of queries alone"
+
+
+class Computations(TorchDispatchMode):
+    """Counts the operations of torch that are neither views nor allocations."""
+
+    OTHERS = ("view", "flatten", "unflatten", "select", "split", "new_empty", "empty_like")
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function.__name__.partition(".")[0]
+        if name not in self.OTHERS:
+            self.found[name] += 1
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize("readers", [0, 2])
+def test_layers_of_gemma4_are_launches_of_kernels_alone(memory, calls, readers, scheme):
+    """A decode step of four layers, two of which may read K and V of others, against one of two layers."""
+    found, host = [], HostMemory()
+    for layers in (4, 2):
+        sizes = {"head_dim": 64, "global_head_dim": 128, "hidden_size": 64, "hidden_size_per_layer_input": 16, "intermediate_size": 32}
+        kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+        shared = {"num_kv_shared_layers": readers if layers == 4 else 0}
+        config = changed_model("gemma4-ple", **sizes, **shared, num_hidden_layers=layers, layer_types=kinds)
+        checkpoint = RandomCheckpoint(config, scheme)
+        kv = decoder_cache_config(config, **SIZES, dtype="float16", attention="plugin")
+        options = {"kv": kv, "max_prefill_length": 7, "attention": "plugin"}
+        ours, reference = TorchEngine.open(checkpoint, **options, memory=memory), ReferenceEngine(checkpoint, **options, memory=host)
+        with (
+            InferenceSession(ours, make_cache(kv, memory=memory)) as session,
+            InferenceSession(reference, make_cache(kv, memory=host)) as expected,
+        ):
+            check_agreement(session, expected, 4e-2)  # torch without kernels: up to 0.024
+            calls.clear()
+            with Computations() as computations:
+                session.decode([9, 7])
+            found.append((computations.found, Counter(calls)))
+    assert found[0][0] == found[1][0], "of the embeddings and the logits alone"
+    product = "linear" if scheme is None else "packed_linear"
+    expected = {
+        "add_rms_norm": 3,
+        "attend": 1,
+        "qk_rms_norm": 1,
+        "activated_mul gelu_tanh": 1,
+        f"{product}_gated_mul gelu_tanh": 1,
+        product: 5,
+    }
+    assert found[0][1] - found[1][1] == {name: 2 * count for name, count in expected.items()}
 
 
 @pytest.mark.parametrize(("quantized", "tolerance"), [(None, 1e-2), (QuantizedKV("int8"), 3e-2)], ids=["float16", "int8"])

@@ -14,7 +14,7 @@ from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.causal_conv1d_kernels import causal_conv1d
 from trt_kvcache.kernels.compaction_moves import MAX_MOVES
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
-from trt_kvcache.kernels.decoder_layer_kernels import add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul
+from trt_kvcache.kernels.decoder_layer_kernels import activated_mul, add_rms_norm, gelu_tanh_mul, qk_rms_norm, silu_mul
 from trt_kvcache.kernels.delta_rule_kernels import gated_delta_rule
 from trt_kvcache.kernels.gated_norm_kernels import gated_rms_norm
 from trt_kvcache.kernels.kv_kernels import (
@@ -50,6 +50,7 @@ __all__ = [
     "SamplingWorkspace",
     "StateInfo",
     "StateInfos",
+    "activated_mul",
     "add_rms_norm",
     "attend",
     "causal_conv1d",

@@ -16,7 +16,13 @@ from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_kernels import attend_kernel
 from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, MIN_ARCH, arch_number, supports_attention
-from trt_kvcache.kernels.decoder_layer_kernels import MAX_ROWS, add_rms_norm_kernel, gated_mul_kernel, qk_rms_norm_kernel
+from trt_kvcache.kernels.decoder_layer_kernels import (
+    MAX_ROWS,
+    activated_mul_kernel,
+    add_rms_norm_kernel,
+    gated_mul_kernel,
+    qk_rms_norm_kernel,
+)
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import AttentionConfig
 from trt_kvcache.model.mlp_config import Activation
@@ -26,7 +32,7 @@ from trt_kvcache.torch_engine.operations import Elementwise, HeadCounts
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
 
-#: Activations of the MLP gate with a kernel.
+#: Activations of a gate with a kernel.
 _GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -102,22 +108,29 @@ class KernelAttention:
 
 
 class KernelElementwise(Elementwise):
-    """Fused kernels, launched on ``stream``: residual and norm; norms of q and k; the gate of the MLP."""
+    """Fused kernels, launched on ``stream``: residual and norm; norms of q, k and v; gates."""
 
     def __init__(self, views: DeviceViews, stream: Any) -> None:
         self._views, self._stream = views, stream
 
     def add_norm(
-        self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
+        self,
+        hidden: torch.Tensor,
+        change: torch.Tensor,
+        norm: TorchNorm | None,
+        change_norm: TorchNorm | None,
+        factor: float,
+        scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`Elementwise.add_norm`. Overwrites ``hidden`` with the sum."""
         slots, width, columns = hidden.shape
         norms = [one for one in (norm, change_norm) if one is not None]
         kinds = {(one.epsilon, one.offset) for one in norms} or {(0.0, 0.0)}
         if slots * width > MAX_ROWS or columns % 2 or len(kinds) > 1 or not all(one.has_kernel for one in norms):
-            return super().add_norm(hidden, change, norm, change_norm, factor)
+            return super().add_norm(hidden, change, norm, change_norm, factor, scale)
         out, rows = hidden if norm is None else torch.empty_like(hidden), self._views.rows_of
-        weight, change_weight = (None if one is None else self._views.of(one.weight) for one in (norm, change_norm))
+        weights = (None if one is None else one.weight for one in (norm, change_norm))
+        weight, change_weight, scale_view = (None if one is None else self._views.of(one) for one in (*weights, scale))
         ((eps, offset),) = kinds
         add_rms_norm_kernel(
             rows(hidden),
@@ -128,19 +141,25 @@ class KernelElementwise(Elementwise):
             offset,
             change_weight,
             factor,
+            scale_view,
             self._stream,
         )
         return hidden, out
 
-    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm | None) -> torch.Tensor:
-        """See :meth:`Elementwise.norm_qk`. Overwrites ``qkv``."""
+    def norm_heads(
+        self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm | None, k_norm: TorchNorm | None, v_epsilon: float | None
+    ) -> torch.Tensor:
+        """See :meth:`Elementwise.norm_heads`. Overwrites ``qkv``."""
         slots, width = qkv.shape[:2]
+        if q_norm is None or slots * width > MAX_ROWS or qkv.shape[3] % 2:
+            return super().norm_heads(qkv, heads, q_norm, k_norm, v_epsilon)
         norms = (q_norm, k_norm or q_norm)  # without heads of k, the kernel reads no weight of theirs
         differ = len({(norm.epsilon, norm.offset) for norm in norms}) > 1
-        if slots * width > MAX_ROWS or qkv.shape[3] % 2 or differ or not all(norm.has_kernel for norm in norms):
-            return super().norm_qk(qkv, heads, q_norm, k_norm)
+        if differ or not all(norm.has_kernel for norm in norms):
+            return super().norm_heads(qkv, heads, q_norm, k_norm, v_epsilon)
         q_weight, k_weight = (self._views.of(norm.weight) for norm in norms)
-        qk_rms_norm_kernel(self._views.rows_of(qkv), q_weight, k_weight, heads.query, heads.kv, q_norm.epsilon, q_norm.offset, self._stream)
+        options = (heads.query, heads.kv, q_norm.epsilon, q_norm.offset, v_epsilon)
+        qk_rms_norm_kernel(self._views.rows_of(qkv), q_weight, k_weight, *options, self._stream)
         return qkv
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -150,4 +169,13 @@ class KernelElementwise(Elementwise):
             return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
         gated_mul_kernel(self._views.rows_of(gate_up), self._views.rows_of(out), activation, self._stream)
+        return out
+
+    def activated_mul(self, gate: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
+        """See :meth:`Elementwise.activated_mul`."""
+        slots, width, columns = gate.shape
+        if activation not in _GATE_ACTIVATIONS or slots * width > MAX_ROWS or columns % 2:
+            return super().activated_mul(gate, factor, activation)
+        out, rows = torch.empty_like(gate), self._views.rows_of
+        activated_mul_kernel(rows(gate), rows(factor), rows(out), activation, self._stream)
         return out

@@ -54,11 +54,7 @@ def decoder_step(
             layer = block.layer
             kept.keep(hidden, layer)
         change = block.part(normed, operations)
-        summed_norm = next_norm if block.scale is None else None
-        hidden, next_normed = operations.elementwise.add_norm(hidden, change, summed_norm, block.output_norm, block.factor)
-        if block.scale is not None:
-            hidden = hidden * block.scale
-            next_normed = normalised(hidden, next_norm)
+        hidden, next_normed = operations.elementwise.add_norm(hidden, change, next_norm, block.output_norm, block.factor, block.scale)
         normed = normed if is_shared else next_normed
     if kept is not None:
         kept.keep(hidden, layer + 1)

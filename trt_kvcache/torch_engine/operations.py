@@ -126,20 +126,35 @@ class Elementwise:
     """Elementwise operations between matrix products, by torch."""
 
     def add_norm(
-        self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None, change_norm: TorchNorm | None, factor: float
+        self,
+        hidden: torch.Tensor,
+        change: torch.Tensor,
+        norm: TorchNorm | None,
+        change_norm: TorchNorm | None,
+        factor: float,
+        scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``hidden + factor * change_norm(change)`` ``[A, s, hidden]``, and its norm. ``hidden`` is no longer needed."""
+        """Return ``scale * (hidden + factor * change_norm(change))`` ``[A, s, hidden]``, and its norm. ``hidden`` is no longer needed.
+
+        ``scale``: ``[1]``, or None for 1.
+        """
         hidden = hidden + scaled(normalised(change, change_norm), factor)
+        if scale is not None:
+            hidden = hidden * scale
         return hidden, normalised(hidden, norm)
 
-    def norm_qk(self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm, k_norm: TorchNorm | None) -> torch.Tensor:
-        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which may be overwritten, with norms of q and k; with H = 0, there is no norm of k.
+    def norm_heads(
+        self, qkv: torch.Tensor, heads: HeadCounts, q_norm: TorchNorm | None, k_norm: TorchNorm | None, v_epsilon: float | None
+    ) -> torch.Tensor:
+        """Return ``qkv`` ``[A, s, Hq + 2 * H, D]``, which may be overwritten, with norms of q, k and v; with H = 0, of q alone.
 
-        A norm covers one head or all of them, by its number of weights.
+        A norm of q or k covers one head or all of them, by its number of weights. That of v covers one, without a weight; None is no norm.
         """
-        if k_norm is None:
+        if not heads.kv:
             return _norm_of_heads(qkv, q_norm)
         q, k, v = qkv.split((*heads, heads.kv), dim=2)
+        if v_epsilon is not None:
+            v = F.rms_norm(v.float(), v.shape[3:], None, v_epsilon).to(v.dtype)
         return torch.cat((_norm_of_heads(q, q_norm), _norm_of_heads(k, k_norm), v), dim=2)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -148,6 +163,10 @@ class Elementwise:
         if isinstance(activation, ClampedSwiGLU):
             return _clamped_swiglu(activation, gate, up)
         return ACTIVATIONS[activation](gate) * up
+
+    def activated_mul(self, gate: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return ``activation(gate) * factor`` of two tensors ``[A, s, n]``, of which ``gate`` is dense. The activation is rounded."""
+        return ACTIVATIONS[activation](gate) * factor
 
     def inner(self, inputs: torch.Tensor, config: MlpConfig) -> torch.Tensor:
         """Return the inner activations of an MLP, from its products with gate, if there is one, and up."""
@@ -274,9 +293,9 @@ def _clamped_swiglu(config: ClampedSwiGLU, gate: torch.Tensor, up: torch.Tensor)
     return gate * torch.sigmoid(config.alpha * gate) * (up + 1)
 
 
-def _norm_of_heads(heads: torch.Tensor, norm: TorchNorm) -> torch.Tensor:
-    """Return the norm of ``[A, s, n, D]`` over a head or over all of them, by the number of weights."""
-    return norm(heads.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(heads.shape)
+def _norm_of_heads(heads: torch.Tensor, norm: TorchNorm | None) -> torch.Tensor:
+    """Return the norm, if there is one, of ``[A, s, n, D]`` over a head or over all of them, by the number of weights."""
+    return heads if norm is None else norm(heads.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(heads.shape)
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:

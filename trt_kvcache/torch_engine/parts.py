@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.model import AttentionConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
@@ -63,13 +62,9 @@ class SelfAttention:
             heads = torch.cat((heads, heads[:, :, config.num_heads :]), dim=2)
         if config.rotates_before_norm:
             heads = operations.rotation(self.index, heads)
-        if self.q_norm is not None:
+        if self.q_norm is not None or config.v_norm_epsilon is not None:
             counts = HeadCounts(config.num_heads, config.num_kv_heads if config.stores_kv else 0)
-            heads = operations.elementwise.norm_qk(heads, counts, self.q_norm, self.k_norm)
-        if config.v_norm_epsilon is not None:
-            qk, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=2)
-            normed_v = F.rms_norm(v.float(), (config.head_dim,), None, config.v_norm_epsilon)
-            heads = torch.cat((qk, normed_v.to(v.dtype)), dim=2)
+            heads = operations.elementwise.norm_heads(heads, counts, self.q_norm, self.k_norm, config.v_norm_epsilon)
         attended = operations.attention(self.index, heads, self.sinks).flatten(2)
         return project(self.o, attended if gate is None else attended * gate.sigmoid())
 

@@ -11,7 +11,7 @@ from trt_kvcache.model import ModelConfig, PerLayerInputConfig
 from trt_kvcache.model.tensor_shapes import PER_LAYER_EMBEDDING, PER_LAYER_NORM, PER_LAYER_PROJECTION
 from trt_kvcache.torch_engine.fused_projections import fused
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import ACTIVATIONS, Operations, TorchProjection
+from trt_kvcache.torch_engine.operations import Operations, TorchProjection
 from trt_kvcache.torch_engine.row_lookup import Table
 from trt_kvcache.torch_engine.stored_rows import LoadRows, StoredRows
 from trt_kvcache.torch_engine.stored_weights import LoadTensor, StoredWeights, arranged
@@ -69,5 +69,5 @@ class PerLayerInput:
         """Return the output."""
         assert operations.per_layer_inputs is not None
         project = operations.projections.project
-        gate = ACTIVATIONS[self.config.activation](project(self.gate, hidden))
-        return project(self.projection, gate * operations.per_layer_inputs[self.index])
+        gate, factor = project(self.gate, hidden), operations.per_layer_inputs[self.index]
+        return project(self.projection, operations.elementwise.activated_mul(gate, factor, self.config.activation))
