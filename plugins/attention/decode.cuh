@@ -17,7 +17,7 @@
 //     split_kv_reduce.cuh   reduction of partial results
 //
 // The new token is in no tile: its key and value are read from `k` and `v`, and the last warp starts its softmax with
-// them.
+// them. Where an earlier launch has appended it (kSharedRows), these are its rows of the cache.
 #pragma once
 
 #include "attention/decode_keys.cuh"
@@ -32,7 +32,8 @@
 #include "dependent_launch.cuh"
 
 // Applies RoPE to the head's q in its buffer, puts the new token's k and v into smem.new_token, and appends them to the
-// cache if this block has the head's last tile (with scales: does either only then). Ends with a barrier.
+// cache if this block has the head's last tile (with scales: does either only then). With kSharedRows applies RoPE
+// alone. Ends with a barrier.
 template <int kRows>
 __device__ __forceinline__ void prepare_head(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem,
                                              const TileCoord& at, unsigned char* head, float* new_scales,
@@ -44,7 +45,9 @@ __device__ __forceinline__ void prepare_head(const DecodeParams& params, const D
     for (int x = threadIdx.x; x < params.group_size * half && at.position >= 0; x += kBlockThreads) {
         apply_rope_in_tile(head, x / half, x % half, half, angles);
     }
-    if constexpr (kQuantized) {
+    if constexpr (kSharedRows) {
+        // k and v are as they are stored
+    } else if constexpr (kQuantized) {
 #pragma unroll 1
         for (int kv = kWarps - 1 - threadIdx.x / 32; kv < 2 && has_last_tile && at.position >= 0; kv += kWarps) {
             quantize_row(params, at, kv, at.position, smem.new_token + kv * kStoredRowBytes, new_scales + kv,
@@ -256,7 +259,8 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
             if (warp == kWarps - 1 && has_last_tile && at.position >= 0) {
                 if constexpr (kMaxNewTokens == 1) {
                     const float value_scale = kQuantized ? scales.relative_to_new_value(params, new_scales[1]) : 1.0f;
-                    start_with_new_token(state, queries, smem.new_token, score, scales.key, value_scale);
+                    const unsigned char* const new_token = kSharedRows ? head + kRows * kRowBytes : smem.new_token;
+                    start_with_new_token(state, queries, new_token, score, scales.key, value_scale);
                 } else {
                     start_with_few(state, queries, params, at, head, new_scales, scales);
                 }

@@ -22,6 +22,13 @@ constexpr int kStreamKCostTiles = STREAMK_COST_TILES;
 // New tokens of a slot, at most: 1 in decode.cu, several in decode_few.cu. The rows of a K/V head are its new tokens
 // times its query heads.
 constexpr int kMaxNewTokens = MAX_NEW_TOKENS;
+// True if an earlier launch has appended the new tokens, as in layers that share K and V: their rows are read from the
+// cache instead of `k` and `v`, and nothing is appended.
+#ifdef SHARED_ROWS
+constexpr bool kSharedRows = true;
+#else
+constexpr bool kSharedRows = false;
+#endif
 // Buffers for q, k, v and angles of a head: kStages, or one less where they are large, which costs a barrier for each
 // head.
 constexpr int kHeadBuffers = HEAD_BUFFERS;
@@ -51,7 +58,7 @@ struct DecodeParams {
     // [batch, width, num_kv_heads, group_size, kHeadDim]; heads contiguous, strides in bytes
     const unsigned char* q;
     long long q_stride, q_token_stride;
-    const unsigned char* k;  // [batch, width, num_kv_heads, kHeadDim], before RoPE
+    const unsigned char* k;  // [batch, width, num_kv_heads, kHeadDim], before RoPE; not read with kSharedRows
     long long k_stride, k_token_stride;
     const unsigned char* v;
     long long v_stride, v_token_stride;

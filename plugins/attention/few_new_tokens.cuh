@@ -2,7 +2,7 @@
 //
 // Row `token * group_size + head` of a K/V head is a query head of a new token. New tokens are in no tile: their keys
 // and values lie in the buffer of the head, and the last warp of the block that has the head's last tile begins with
-// them. That block appends them.
+// them. That block appends them, unless their rows are in the cache already (kSharedRows).
 #pragma once
 
 #include "attention/decode_quantized.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void quantize_few(const DecodeParams& params, const T
             *high = {a.y, a.w, b.y, b.w};
         }
     }
-    const int rows = has_last_tile ? 2 * at.count : 0;
+    const int rows = has_last_tile && !kSharedRows ? 2 * at.count : 0;
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
         const int kv = row & 1, token = row / 2;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
     const float* const angles = reinterpret_cast<const float*>(head + SharedMemory::kAnglesOffset);
     const bool by_chunks = params.rotary_dim % 16 == 0;
     const int half = params.rotary_dim / (by_chunks ? 16 : 4);  // chunks, or words
-    const int rows = at.rows(params), rotated_rows = rows + (has_last_tile ? at.count : 0);
+    const int rows = at.rows(params), rotated_rows = rows + (has_last_tile && !kSharedRows ? at.count : 0);
 #pragma unroll 1
     for (int x = threadIdx.x; x < rotated_rows * half; x += kBlockThreads) {
         const int row = divide_small(x, half), place = x - row * half,
@@ -74,6 +74,7 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
         quantize_few<kRows>(params, at, head, new_scales, has_last_tile);
         return;
     }
+    if constexpr (kSharedRows) return;
     if (!has_last_tile) return;
     unsigned char* const appended =
         params.cache + at.slot * params.slot_stride

@@ -15,7 +15,8 @@
 //     new_scales   and [kHeadBuffers] scales of new tokens, T of k and T of v: filled with the head, or when the tokens
 //                  are quantized
 //     new_token    if T = 1, 2 rows: k after RoPE, and v, of the new token, as they are stored. Written by all threads
-//                  at the start of a head; read by the last warp.
+//                  at the start of a head; read by the last warp. Not used with kSharedRows: the rows of k and v in the
+//                  head buffer are as they are stored.
 //     warp_totals  [kWarps][R] float2: maximum and sum of each row and warp. Written at the end of a head, read by all
 //                  warps.
 //
@@ -114,6 +115,12 @@ __device__ __forceinline__ void copy_tile_chunks(SharedAddress tile, const unsig
             copy(tile + stored_offset(row, chunk), rows + row * kStoredRowBytes + chunk * 16, row < tokens);
         }
     }
+}
+
+// The row of K of the first new token of a head in the cache, with kSharedRows; those of the next tokens follow.
+__device__ __forceinline__ const unsigned char* new_rows(const DecodeParams& params, const TileCoord& at) {
+    return params.cache + at.slot * params.slot_stride
+           + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kStoredRowBytes;
 }
 
 // Before the previous launch has ended: brings the first keys and values into the L2, if a block can have at least four
@@ -216,6 +223,11 @@ private:
                 cp_async(to + swizzled_offset(row, x % kRowChunks),
                          params.q + at.slot * params.q_stride + (at.kv_head * group_size + row) * kRowBytes + offset,
                          true);
+            } else if (kSharedRows && x < chunks) {
+                const int kv = row - group_size;
+                if (offset < kStoredRowBytes)
+                    cp_async(to + kRows * kRowBytes + kv * kStoredRowBytes + offset,
+                             new_rows(params, at) + kv * params.kv_stride + offset, true);
             } else if (row == group_size) {
                 cp_async(to + kRows * kRowBytes + offset,
                          params.k + at.slot * params.k_stride + at.kv_head * kRowBytes + offset, true);
@@ -250,6 +262,10 @@ private:
         for (int x = threadIdx.x; x < at.count * (params.rotary_dim / 4); x += kBlockThreads) {
             cp_async(to + SharedMemory::kAnglesOffset + x * 16, angles + x * 4, true);
         }
+        if constexpr (kSharedRows) {
+            fill_shared_rows(to);
+            return;
+        }
 #pragma unroll 1
         for (int x = threadIdx.x; x < new_chunks; x += kBlockThreads) {
             const int token = x / kRowChunks, chunk = x % kRowChunks;
@@ -262,12 +278,30 @@ private:
         }
     }
 
-    // Scales of a head of which there is one for all tokens, in the place of those of each new token.
+    // The new tokens as they are stored, if this block has the head's last tile: where quantize_few would put them.
+    __device__ __forceinline__ void fill_shared_rows(SharedAddress head) {
+        using SharedMemory = DecodeSharedMemory<kRows>;
+        const TileCoord& at = ahead.at;
+        const unsigned char* const rows = new_rows(params, at);
+        const int chunks = ahead.has_last_tile(work) ? at.count * kStoredRowChunks : 0;
+#pragma unroll 1
+        for (int x = threadIdx.x; x < chunks; x += kBlockThreads) {
+            const int token = x / kStoredRowChunks, chunk = x % kStoredRowChunks;
+            const unsigned at_offset = kQuantized ? token * kRowBytes + chunk * 16 : swizzled_offset(token, chunk);
+            cp_async(head + SharedMemory::kKeysOffset + at_offset, rows + x * 16, true);
+            cp_async(head + SharedMemory::kValuesOffset + at_offset, rows + params.kv_stride + x * 16, true);
+        }
+    }
+
+    // Scales of a head of which there is one for all tokens, in the place of those of each new token. With kSharedRows
+    // also the scales of the new tokens.
     __device__ __forceinline__ void fill_head_scales() {
         const int x = kBlockThreads - 1 - static_cast<int>(threadIdx.x), kv = x / kMaxNewTokens;
-        if (params.scales_per_token() || kv > 1) return;
+        if ((!kSharedRows && params.scales_per_token()) || kv > 1) return;
+        const int token = kSharedRows ? ahead.at.position + min(x % kMaxNewTokens, ahead.at.count - 1) : 0;
         cp_async_word(shared_address(smem.scales_of_head(ahead.head_buffer) + x),
-                      params.head_scales(ahead.at.slot, ahead.at.kv_head, kv), true);
+                      params.head_scales(ahead.at.slot, ahead.at.kv_head, kv) + token * params.scale_token_stride,
+                      true);
     }
 
     // K or (kv: 1) V of this warp's tile, if it has one, and their scales. Rows from the first new token on are zeros.

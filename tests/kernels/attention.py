@@ -224,6 +224,7 @@ DECODE_CASES = {
     "some take no part": Case(lengths=(5, 140, 60), new=(1, 0, 1), group=7, rotary_dim=24),
     "out of bounds": Case(lengths=(150, 9, -(2**31)), new=(1, 3, 1), group=3),
     "window": Case(lengths=(149, 20, 0), window=33, group=8, head_dim=128),
+    "window of large heads": Case(lengths=(580, 0, 3), new=(1, 1, 0), tokens=600, window=512, group=4, head_dim=256),
     "softcap and scale": Case(lengths=(140,), softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, rotary_dim=0),
     "large softcap": Case(lengths=(40,), softcap=1e6),
     "short cache": Case(lengths=(3,), kv_heads=1, tokens=4, layout="separate"),

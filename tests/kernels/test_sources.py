@@ -50,7 +50,7 @@ def test_names_are_those_of_all_variants():
     # Of few rows: with weights in 16 bits, packed, in super-blocks, and in two formats; of experts, the first three.
     few_rows = (2 + 19 + 6 + 12) * len(ROW_COUNTS) + 2 + 19 + 6
     many_rows = 2 + 19 + 6  # the same of experts
-    assert len(names) == len(set(names)) == 14 + 3 * 2 * (5 + 5 + 2 * 6) + 5 * len(RECURRENT_SOURCES) + few_rows + many_rows
+    assert len(names) == len(set(names)) == 14 + 3 * 2 * 2 * (5 + 5 + 6) + 5 * len(RECURRENT_SOURCES) + few_rows + many_rows
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -132,6 +132,11 @@ def test_variants_have_the_macros_of_their_dtype_and_head_dim():
 def test_variants_for_trees_have_a_macro_of_their_own():
     for name in ("attention_prefill-float16-64", "attention_prefill-float16-64-int8"):
         assert variant_macros(f"{name}-tree", "sm_90") == {**variant_macros(name, "sm_90"), "TREE": "1"}
+
+
+def test_variants_for_shared_rows_have_a_macro_of_their_own():
+    for name in ("attention_decode-float16-64", "attention_decode_few-bfloat16-256-int8"):
+        assert variant_macros(f"{name}-shared", "sm_90") == {**variant_macros(name, "sm_90"), "SHARED_ROWS": "1"}
 
 
 def test_variants_have_the_macros_of_their_dtype_and_rows():

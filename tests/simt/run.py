@@ -57,7 +57,7 @@ PYTEST = [
 UNBUFFERED = ["-p", "no:faulthandler", "--capture=sys"]
 
 #: Patterns of names of sources with so many variants that each is built when a test first launches it.
-ON_DEMAND = re.compile("linear_packed|linear_super_block|.*-tree$")
+ON_DEMAND = re.compile("linear_packed|linear_super_block|.*-(tree|shared)$")
 
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 

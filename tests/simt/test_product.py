@@ -148,6 +148,7 @@ PREFILL_SCORES, PREFILL_RESULTS = (f"attention/prefill_{name}.cuh" for name in (
 TREE, PREFILL_SOURCE = "attention/token_tree.cuh", "attention/prefill.cu"
 TREE_TESTS = "test_attention_of_trees.py"
 TREES, QUANTIZED_TREES = f"{TREE_TESTS}::test_trees", f"{TREE_TESTS}::test_trees_over_a_quantized_cache"
+SHARED_ROWS = "test_attention_of_shared_rows.py::test_the_bits_of_the_layer_that_appends"
 LATER_BITS = f"{TREE_TESTS}::test_bits_of_later_tokens_and_of_the_token_itself_have_no_effect"
 PATH_TESTS = "test_token_path_kernels.py"
 DRAFTS, DRAFT_TESTS = "drafts.cu", "test_draft_kernels.py"
@@ -380,6 +381,30 @@ MISTAKES = {
         "key[kv * kRowWords + word]",
         "none",
         DECODE_OVER_QUANTIZED,
+        "assert",
+    ),
+    "the key of an earlier layer in the place of its value": (
+        PIPELINE,
+        "new_rows(params, at) + kv * params.kv_stride + offset",
+        "new_rows(params, at) + offset",
+        "none",
+        SHARED_ROWS,
+        "assert",
+    ),
+    "the scale before that of a row of an earlier layer": (
+        PIPELINE,
+        "? ahead.at.position + min",
+        "? ahead.at.position - 1 + min",
+        "none",
+        SHARED_ROWS,
+        "assert",
+    ),
+    "keys of an earlier layer that are rotated again": (
+        FEW,
+        "rows + (has_last_tile && !kSharedRows ? at.count : 0)",
+        "rows + (has_last_tile ? at.count : 0)",
+        "none",
+        SHARED_ROWS,
         "assert",
     ),
     "a decode mask that is one key off": (BY_KEYS, "x / 2 * 8 + lane / 4", "x / 2 * 8 + lane % 4", "none", DECODE, "assert"),

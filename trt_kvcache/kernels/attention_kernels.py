@@ -22,7 +22,7 @@ from trt_kvcache.kernels.launch import THREADS_PER_BLOCK, address, launch, start
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_place
 from trt_kvcache.kernels.prefill_plan import PrefillPlan, prefers_row_blocks, prefill_plan
 from trt_kvcache.kernels.scale_views import scales_in_rows
-from trt_kvcache.kernels.source_variants import TREE_SOURCE, tree_variant, variant_name
+from trt_kvcache.kernels.source_variants import TREE_SOURCE, shared_variant, tree_variant, variant_name
 from trt_kvcache.kernels.token_tree import MAX_TREE_TOKENS, positions_and_distances
 from trt_kvcache.memory.shapes import ROW_GRANULE, SCALES_GRANULE, dense_nbytes, is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -356,7 +356,7 @@ def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
 
 
 def _decode_plan(params: AttentionParams) -> DecodePlan | None:
-    if params.k is None or params.ancestors is not None or prefers_row_blocks(params):
+    if params.ancestors is not None or prefers_row_blocks(params):
         return None
     memory = params.memory
     quantized = params.kv_scales is not None
@@ -385,9 +385,10 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
         *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.flagged_nbytes),
         *_scales(params),
     )
+    source = variant_name(plan.source, q.dtype, head_dim, cache.dtype)
     launch(
         memory,
-        variant_name(plan.source, q.dtype, head_dim, cache.dtype),
+        shared_variant(source) if params.k is None else source,
         plan.name,
         (plan.blocks, 1, 1),
         arguments,
@@ -409,9 +410,8 @@ def _tree(params: AttentionParams) -> tuple[int, ...]:
 
 
 def _new_rows(params: AttentionParams) -> tuple[DeviceTensor, DeviceTensor]:
-    assert params.k is not None
-    assert params.v is not None
-    return params.k, params.v
+    """Return k and v. Without them the cache has their rows, and no kernel reads what is returned."""
+    return (params.q, params.q) if params.k is None or params.v is None else (params.k, params.v)
 
 
 def _append(params: AttentionParams, stream: Any) -> None:
@@ -437,9 +437,7 @@ def _append(params: AttentionParams, stream: Any) -> None:
 
 
 def _prefill(plan: PrefillPlan, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    memory, cache, q = params.memory, params.cache, params.q
-    # a kernel that does not append reads neither k nor v
-    k, v = (q, q) if params.k is None else _new_rows(params)
+    memory, cache, q, (k, v) = params.memory, params.cache, params.q, _new_rows(params)
     if not plan.appends and params.k is not None:
         _append(params, stream)
     arguments = (

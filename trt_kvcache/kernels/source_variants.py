@@ -68,6 +68,9 @@ SCALE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "flo
 #: The source of attention that has variants for trees of draft tokens, and the end of their names.
 TREE_SOURCE, _TREE = "attention_prefill", "tree"
 
+#: The end of the names of variants of the other sources of attention, for layers that read rows which an earlier layer has appended.
+_SHARED = "shared"
+
 _ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
 _SCALE_TYPES = {**_ELEMENT_TYPES, EXPONENTS: "E8m0", NVFP4_SCALES: "Float8"}
 
@@ -82,7 +85,7 @@ def variant_names(source: str) -> list[str]:
     if source in TILES:
         kinds = [(dtype, kv_dtype) for kv_dtype in (None, *STORED_TYPES) for dtype in ELEMENT_TYPES]
         names = [variant_name(source, dtype, dim, kv_dtype) for dtype, kv_dtype in kinds for dim in head_dims_of(source)]
-        return names + ([tree_variant(name) for name in names] if source == TREE_SOURCE else [])
+        return names + [(tree_variant if source == TREE_SOURCE else shared_variant)(name) for name in names]
     if source in RECURRENT_SOURCES:
         return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
     if source == LINEAR_SOURCE:
@@ -117,6 +120,11 @@ def variant_name(source: str, dtype: str, second: int | str, stored: str | None 
 def tree_variant(name: str) -> str:
     """Return the name of the same variant of :data:`TREE_SOURCE` for trees of draft tokens."""
     return f"{name}-{_TREE}"
+
+
+def shared_variant(name: str) -> str:
+    """Return the name of the same variant of a source of decode kernels for rows that an earlier layer has appended."""
+    return f"{name}-{_SHARED}"
 
 
 def scale_dtypes(dtype: str, kind: str) -> tuple[str, ...]:
@@ -158,11 +166,11 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
             {"SECOND": SUPER_BLOCK_TYPES[last]} if is_super_block else {"STORED": PACKED_TYPES[last], "SCALE": _SCALE_TYPES[PAIR_SCALES]}
         )
         return {"ELEMENT": ELEMENT_TYPES[dtype], "FIRST": SUPER_BLOCK_TYPES[first], **others, **macros}
-    is_tree = _TREE in kv_dtype
-    kv_dtype = [one for one in kv_dtype if one != _TREE]
+    kinds = {macro: "1" for macro, end in (("TREE", _TREE), ("SHARED_ROWS", _SHARED)) if end in kv_dtype}
+    kv_dtype = [one for one in kv_dtype if one not in (_TREE, _SHARED)]
     tiles = {macro: str(value) for macro, value in (QUANTIZED_TILES if kv_dtype else TILES)[source](int(second), arch).items()}
     stored = {"STORED": STORED_TYPES[kv_dtype[0]]} if kv_dtype else {}
-    return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, "HEAD_DIM": second, **tiles, **({"TREE": "1"} if is_tree else {})}
+    return {"ELEMENT": ELEMENT_TYPES[dtype], **stored, "HEAD_DIM": second, **tiles, **kinds}
 
 
 def _product_macros(source: str, rows: int, arch: str, packed: str | None) -> dict[str, str]:

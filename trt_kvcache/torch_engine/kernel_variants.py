@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.linear_tiles import ROW_COUNTS, TILE_ROWS, TILED_ROWS
 from trt_kvcache.kernels.packed_pair_kernels import pair_variant
-from trt_kvcache.kernels.source_variants import EXPERT_SOURCE, EXPERT_TILE_SOURCE, LINEAR_SOURCE, TILES, head_dims_of, variant_name
+from trt_kvcache.kernels.source_variants import (
+    EXPERT_SOURCE,
+    EXPERT_TILE_SOURCE,
+    LINEAR_SOURCE,
+    TILES,
+    TREE_SOURCE,
+    head_dims_of,
+    shared_variant,
+    variant_name,
+)
 from trt_kvcache.model import ModelConfig, RoutedMlpConfig
 from trt_kvcache.torch_engine.packed_matrix import PackedMatrix, PackedParts
 
@@ -19,9 +29,11 @@ def decoder_variants(model: ModelConfig, dtype: str, kv_dtype: str | None) -> It
     head_dims = sorted({mixer.head_dim for mixer in model.attention_layers} & set(HEAD_DIMS))
     yield from (variant_name("attention_prefill", dtype, head_dim, kv_dtype) for head_dim in head_dims)
     yield "sampling_choose"
-    yield from (
-        variant_name(source, dtype, head_dim, kv_dtype) for source in TILES for head_dim in head_dims if head_dim in head_dims_of(source)
-    )
+    heads = sorted({(mixer.head_dim, mixer.stores_kv) for mixer in model.attention_layers})
+    for source, (head_dim, stores_kv) in product(TILES, heads):
+        if source != TREE_SOURCE and head_dim in head_dims_of(source):
+            name = variant_name(source, dtype, head_dim, kv_dtype)
+            yield name if stores_kv else shared_variant(name)
     yield variant_name(LINEAR_SOURCE, dtype, ROW_COUNTS[0])
     if any(isinstance(layer.mlp, RoutedMlpConfig) for layer in model.layers):
         yield variant_name(EXPERT_SOURCE, dtype, TILE_ROWS)
