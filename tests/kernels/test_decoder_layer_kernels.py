@@ -74,7 +74,7 @@ def test_add_rms_norm_of_a_change(memory, stream, dtype, offset, norms_change, f
         expected = normed(expected, change_weight.astype(np.float64) + offset, 1e-5).astype(kind).astype(np.float64)
     expected, by = expected * factor, 1.0 if scales is None else float(scales[0])
     found, sums = total.numpy().astype(np.float64), hidden.astype(np.float64) + expected
-    # What is rounded: the norm of the change, its product with the factor, the sum, and its product with the scale.
+    # These are rounded: the norm of the change, its product with the factor, the sum, and its product with the scale.
     assert (np.abs(found - by * sums) <= by * rounding * (2 * np.abs(expected) + 2 * np.abs(sums)) + 1e-6).all()
     if factor == 1 and not norms_change:
         of_floats = (hidden.astype(np.float32) + change.astype(np.float32)).astype(kind)
