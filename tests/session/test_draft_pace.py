@@ -40,12 +40,13 @@ class Steps:
         for _ in range(count):
             length = self.pace.length(len(self.draftings), self.draftings)
             self.now += cost(length)
+            before = self.tokens
             for drafting, rate in zip(self.draftings, rates, strict=True):
                 accepted = next((place for place in range(length) if self._random.random() >= rate), length)
                 self.tokens += 1 + accepted
                 if length:
                     drafting.record(length, accepted)
-            self.pace.count(len(self.draftings), length)
+            self.pace.count(len(self.draftings), self.tokens - before, length)
             found.append(length)
         return found
 
@@ -93,6 +94,22 @@ def test_a_text_that_becomes_easier_has_long_drafts_again():
     steps = Steps()
     steps.run(400, COSTS["head"], [0.0])
     assert Counter(steps.run(600, COSTS["head"], [0.95])[-200:]).most_common(1)[0][0] == 15
+
+
+@pytest.mark.parametrize("rate", [0.8, 0.95, 1.0])
+def test_a_step_with_drafts_that_takes_long_whatever_their_length(rate: float) -> None:
+    """Prompt lookup with a small model: a step with drafts waits for the host, but a longer draft costs hardly more."""
+    cost, steps = linear(2.2, 0.01), Steps()
+    steps.run(400, cost, [rate])
+    assert steps.tokens / steps.now >= 0.85 * max(tokens_per_second(length, cost, rate) for length in LENGTHS)
+
+
+def test_a_part_of_a_text_that_repeats_another_one_is_noticed_soon() -> None:
+    cost, steps = linear(2.2, 0.01), Steps()
+    steps.run(600, cost, [0.1])
+    found = steps.run(150, cost, [1.0])
+    first = next(place for place, length in enumerate(found) if length)
+    assert found[first : first + 12].count(15) >= 6
 
 
 def test_slow_steps_now_and_then_do_not_matter():
@@ -159,8 +176,8 @@ def test_requests_without_drafts_count_too():
 def test_without_measuring_no_time_is_read():
     pace, drafting = DraftPace(measures=False, clock=lambda: 1 / 0), Drafting(NgramDrafter())
     assert pace.length(1, [drafting]) == 3
-    pace.count(1, 3)
-    pace.count(1, 0)
+    pace.count(1, 2, 3)
+    pace.count(1, 1, 0)
 
 
 def test_times_are_measured_again_after_some_hundred_steps():

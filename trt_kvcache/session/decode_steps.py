@@ -86,7 +86,8 @@ class DecodeSteps:
             on_device, longest = self._chooses_positions(requests, plan), self._pace.length(running, draftings)
             drafts = plan_drafts(self._runner, slots, requests, plan, longest, on_device=on_device) if longest else None
             step = self._run_or_verify(slots, requests, plan, drafts, on_device=on_device, ahead=ahead, waits=waits)
-        self._pace.count(running, 0 if step.verified is None else step.verified.depth)
+        tokens, depth = sum(map(len, step.choices.values())), 0 if step.verified is None else step.verified.depth
+        self._pace.count(running, tokens, depth)
         return step
 
     def _run_or_verify(

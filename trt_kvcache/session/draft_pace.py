@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -13,13 +13,13 @@ from trt_kvcache.generation.drafting import Drafting
 #: Lengths to choose from. A draft runs after one token, so these fill enqueues of 2, 4, 8 and 16.
 LENGTHS = (0, 1, 3, 7, 15)
 
-#: Time of a step with drafts over one without, where none is measured: to verify them, and to draft a token, which takes some time always.
-_VERIFY, _DRAFT_TOKEN, _LEAST_DRAFT_TOKEN = 1.15, 0.05, 0.01
+#: Time of a step with drafts over one without, where none is measured: to verify them, and to draft a token.
+_VERIFY, _DRAFT_TOKEN = 1.15, 0.05
 
 #: Times of a kind of step: the last ones, and at least so many. The first two of a shape run without a graph and capture one.
 _WINDOW, _LEAST, _CAPTURES = 16, 3, 2
-#: Steps after which times are forgotten: caches grow, and clocks change.
-_LASTING = 512
+#: Steps after which times are forgotten: caches grow, and clocks change; and steps for which one answer is kept.
+_LASTING, _KEPT = 512, 8
 
 #: Times of steps with drafts hold for up to so many times as many requests, and as few.
 _NEAR = 2
@@ -34,7 +34,6 @@ class _Times:
 
     skipped: int  # of the next steps, so many are not counted
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    median: float = 0.0
     ends: int = 0  # the step after which they are forgotten
 
     def count(self, seconds: float, step: int) -> None:
@@ -44,7 +43,7 @@ class _Times:
         if step > self.ends:
             self.seconds.clear()
         self.seconds.append(seconds)
-        self.median, self.ends = median(self.seconds), step + _LASTING
+        self.ends = step + _LASTING
 
     def is_known(self, step: int) -> bool:
         return len(self.seconds) >= _LEAST and step <= self.ends
@@ -63,32 +62,36 @@ class DraftPace:
         self._measures, self._clock = measures, clock
         #: By length and number of requests: a step of several requests verifies more rows.
         self._times: dict[int, dict[int, _Times]] = {length: {} for length in LENGTHS}
+        self._answers: dict[int, dict[int, float]] = {}  # seconds by length, by number of requests
         self._steps = 0
         self._last: tuple[int, float] | None = None  # requests and end of the last step
         self._pause = _FIRST_PAUSE
         self._tries_at: int | None = None  # the step that tries drafts; None while they pay
+        self._tried = 1  # place in LENGTHS of the drafts that are tried
 
     def length(self, running: int, draftings: Sequence[Drafting]) -> int:
         """Return the length for the next step of ``running`` requests, of which these may have drafts; 0 for none."""
-        seconds = self._seconds(running) if draftings else None
-        if seconds is None:
+        seconds = self._seconds(running) if draftings else {}
+        if not seconds:
             return 0
         others = running - len(draftings)
-        speeds = {length: (others + sum(one.expected_tokens(length) for one in draftings)) / seconds[length] for length in seconds}
-        best = max(speeds, key=lambda length: speeds[length])
+        best, most = 0, 0.0
+        for length, one in seconds.items():
+            speed = (others + sum([drafting.expected_tokens(length) for drafting in draftings])) / one
+            if speed > most:
+                best, most = length, speed
         if best:
-            self._pause, self._tries_at = _FIRST_PAUSE, None
+            self._pause, self._tries_at, self._tried = _FIRST_PAUSE, None, 1
             return best
         if self._tries_at is None:
             self._tries_at = self._steps + self._pause
-        return int(self._steps >= self._tries_at)
+        return LENGTHS[self._tried] if self._steps >= self._tries_at else 0
 
-    def count(self, running: int, length: int) -> None:
+    def count(self, running: int, tokens: int, length: int) -> None:
         """Count a step that ends now, with its time if the one before it was of as many requests. ``length``: of its longest draft."""
         self._steps += 1
         if length and self._tries_at is not None and self._steps > self._tries_at:
-            self._pause = min(2 * self._pause, _MAX_PAUSE)
-            self._tries_at = self._steps + self._pause
+            self._count_try(is_hit=tokens >= running * (1 + length))
         if not self._measures:
             return
         last, self._last = self._last, (running, self._clock())
@@ -96,26 +99,35 @@ class DraftPace:
             by_requests = self._times[next(most for most in LENGTHS if most >= length)]
             times = by_requests.setdefault(running, _Times(_CAPTURES if length else 0))
             times.count(self._last[1] - last[1], self._steps)
+            if len(times.seconds) <= _LEAST:
+                self._answers.clear()
+        if not self._steps % _KEPT:
+            self._answers.clear()
+
+    def _count_try(self, *, is_hit: bool) -> None:
+        """Try a longer draft at once after a hit, and one token after a pause otherwise."""
+        if is_hit:
+            self._pause, self._tries_at, self._tried = _FIRST_PAUSE, self._steps, min(self._tried + 1, len(LENGTHS) - 1)
+        else:
+            self._pause = min(2 * self._pause, _MAX_PAUSE)
+            self._tries_at, self._tried = self._steps + self._pause, 1
 
     def skip(self) -> None:
         """Note a step of requests without drafts, which is not counted."""
         self._last = None
 
-    def _seconds(self, running: int) -> dict[int, float] | None:
-        """Return the seconds of a step by length, measured or estimated; None if those without drafts are not known."""
-        if not self._measures:
-            return {length: _estimated(length, 1.0, _DRAFT_TOKEN) for length in LENGTHS}
-        found = {length: known for length in LENGTHS if (known := self._known(length, running)) is not None}
-        if 0 not in found:
-            return None
-        plain, seconds = found[0], {}
-        if len(found) == 1:
-            return {0: plain, 1: _estimated(1, plain, _DRAFT_TOKEN)}
-        for length in LENGTHS:
-            nearest = min((one for one in found if one), key=lambda one: abs(LENGTHS.index(one) - LENGTHS.index(length)))
-            token = max((found[nearest] / plain - _VERIFY) / nearest, _LEAST_DRAFT_TOKEN)
-            seconds[length] = found[length] if length in found else _estimated(length, plain, token)
-        return seconds
+    def _seconds(self, running: int) -> dict[int, float]:
+        """Return the seconds of a step by length, measured or estimated; nothing if those without drafts are not known."""
+        found = self._answers.get(running)
+        if found is None:
+            found = self._answers[running] = self._measured(running) if self._measures else _estimated({0: 1.0})
+        return found
+
+    def _measured(self, running: int) -> dict[int, float]:
+        known = {length: one for length in LENGTHS if (one := self._known(length, running)) is not None}
+        if len(known) > 1 or 0 not in known:
+            return _estimated(known) if 0 in known else {}
+        return {length: _estimated(known)[length] for length in LENGTHS[:2]}
 
     def _known(self, length: int, running: int) -> float | None:
         """Return the measured seconds of a step of this number of requests or the nearest one; with drafts, of one that is not far.
@@ -123,13 +135,25 @@ class DraftPace:
         Without drafts a step reads all weights and little else, however many requests it has.
         """
         known = {
-            count: times.median
+            count: times
             for count, times in self._times[length].items()
             if times.is_known(self._steps) and (not length or running / _NEAR <= count <= running * _NEAR)
         }
-        return known[min(known, key=lambda count: abs(count - running))] if known else None
+        return median(known[min(known, key=lambda count: abs(count - running))].seconds) if known else None
 
 
-def _estimated(length: int, plain: float, token: float) -> float:
-    """Return the seconds of a step. ``token``: time to draft a token, over the time of a step without drafts."""
-    return plain * (_VERIFY + token * length) if length else plain
+def _estimated(known: Mapping[int, float]) -> dict[int, float]:
+    """Return the seconds of a step by length. An unknown length gets a short time, so that it is tried and measured if it may pay."""
+    plain, seconds = known[0], dict(known)
+    drafted = sorted(length for length in known if length)
+    token = _DRAFT_TOKEN * plain
+    for length in LENGTHS[1:]:
+        if length not in known:
+            shorter = [one for one in drafted if one < length]
+            first, start = (shorter[-1], known[shorter[-1]]) if shorter else (0, _VERIFY * plain)
+            if len(shorter) == len(drafted) > 1:  # two measured ones tell how long a token takes
+                second = shorter[-2]
+                token = max(token, (start - known[second]) / (first - second))
+            longer = [known[one] for one in drafted if one > length]
+            seconds[length] = min([start + token * (length - first), *longer])
+    return seconds
