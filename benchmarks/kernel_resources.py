@@ -23,6 +23,7 @@ HEAD_DIM = 128
 
 VARIANTS = (
     *(f"attention_{source}-float16-{HEAD_DIM}{kv}" for source in ("decode", "decode_few", "prefill") for kv in ("", "-int8")),
+    f"attention_decode-float16-{HEAD_DIM}-shared",
     *(
         f"attention_prefill-float16-{HEAD_DIM}-tree",
         "linear-float16-8",
