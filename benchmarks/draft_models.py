@@ -30,7 +30,6 @@ from random_model import LLAMA_3_8B
 from safetensors.torch import save_file
 
 from trt_kvcache import InferenceSession
-from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 from trt_kvcache.session.draft_pace import DraftPace
@@ -199,8 +198,7 @@ def fixed_length(length: int) -> Iterator[None]:
     if not length:
         yield
         return
-    of_step = patch.object(DraftPace, "length", lambda self, running, draftings: length)
-    with of_step, patch.object(Drafting, "length", lambda self, longest: longest):
+    with patch.object(DraftPace, "limit", lambda self, running, draftings: length):
         yield
 
 

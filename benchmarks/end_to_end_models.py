@@ -39,7 +39,7 @@ _SMALL = {
     "head_dim": 64,
 }
 
-#: What such models of Gemma 4 have beside: of both kinds of layers one that stores K and V, and one that reads them.
+#: Further fields of such models of Gemma 4: of both kinds of layers one stores K and V, and one reads them.
 _GEMMA_4 = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,

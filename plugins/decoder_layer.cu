@@ -180,7 +180,8 @@ __device__ __forceinline__ void gated_mul(const unsigned* gate_up, unsigned* out
     out[row * words + word] = pack(Element{}, {Activation::of(gate.x) * up.x, Activation::of(gate.y) * up.y});
 }
 
-// The same of two tensors, with the activation rounded as if it were stored. Rows of `factor` are factor_words apart.
+// out = Activation(gate) * factor, with the activation rounded as if it were stored. Rows of `factor` are factor_words
+// apart.
 template <class Element, class Activation>
 __device__ __forceinline__ void activated_mul(const unsigned* gate, const unsigned* factor, unsigned* out,
                                               long long words, long long factor_words) {

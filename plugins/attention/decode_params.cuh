@@ -58,7 +58,8 @@ struct DecodeParams {
     // [batch, width, num_kv_heads, group_size, kHeadDim]; heads contiguous, strides in bytes
     const unsigned char* q;
     long long q_stride, q_token_stride;
-    const unsigned char* k;  // [batch, width, num_kv_heads, kHeadDim], before RoPE; not read with kSharedRows
+    // [batch, width, num_kv_heads, kHeadDim], k before RoPE; neither is read with kSharedRows
+    const unsigned char* k;
     long long k_stride, k_token_stride;
     const unsigned char* v;
     long long v_stride, v_token_stride;

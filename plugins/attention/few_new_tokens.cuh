@@ -14,7 +14,7 @@
 #include "attention/schedule.cuh"
 
 // If this block has the head's last tile, appends the new tokens after RoPE, and stores their quantized values at the
-// start of their rows. If q stays in shared memory, permutes its columns in groups of 16, in the order that
+// start of their rows (with kSharedRows does neither). If q stays in shared memory, permutes its columns in groups of 16, in the order that
 // QueryFragments loads. Ends with a barrier.
 template <int kRows>
 __device__ __forceinline__ void quantize_few(const DecodeParams& params, const TileCoord& at, unsigned char* head,
@@ -45,7 +45,7 @@ __device__ __forceinline__ void quantize_few(const DecodeParams& params, const T
 }
 
 // Applies RoPE to q in the head's buffer. If this block has the head's last tile, also applies RoPE to the new keys, and
-// appends them with their values. There is a barrier after RoPE.
+// appends them with their values, but not with kSharedRows. There is a barrier after RoPE.
 template <int kRows>
 __device__ __forceinline__ void prepare_few(const DecodeParams& params, const TileCoord& at, unsigned char* head,
                                             float* new_scales, bool has_last_tile) {

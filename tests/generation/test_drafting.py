@@ -1,4 +1,4 @@
-"""The acceptance of the drafts of a request, their length, and its counters."""
+"""The acceptance of the drafts of a request, and its counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def drafting() -> Drafting:
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("length", [1, 7])
 def test_the_rate_is_that_of_single_tokens(rate: float, length: int) -> None:
-    """Not the share of drafted tokens, most of which come after a miss."""
+    """Not the share of drafted tokens, most of which come after a rejected one."""
     chance, one, rates = random.Random(1), drafting(), []
     for _ in range(4000):
         accepted = next((place for place in range(length) if chance.random() >= rate), length)
@@ -45,18 +45,7 @@ def test_expected_tokens() -> None:
     assert [one.expected_tokens(length) for length in range(4)] == pytest.approx([1, 1.5, 1.75, 1.875])
 
 
-def test_a_draft_ends_before_a_token_that_would_hardly_be_accepted() -> None:
-    one = drafting()
-    assert [one.length(longest) for longest in (0, 1, 3, 7, 15)] == [0, 1, 3, 5, 5]  # 0.6 ** 5 is 0.078
-    for _ in range(100):
-        one.record(1, 0)
-    assert [one.length(longest) for longest in (0, 1, 15)] == [0, 1, 1]
-    for _ in range(100):
-        one.record(15, 15)
-    assert one.length(15) == 15
-
-
-def test_a_tree_misses_where_its_longest_path_is_not_accepted_to_its_end() -> None:
+def test_a_token_of_a_tree_is_rejected_where_its_longest_path_is_not_accepted_to_its_end() -> None:
     chain, tree = drafting(), drafting()
     tree.record(9, 3, depth=3)
     chain.record(3, 3)
@@ -70,6 +59,5 @@ def test_counters_and_bounds(drafts: list[tuple[int, int]]) -> None:
     for proposed, accepted in drafts:
         one.record(proposed, min(accepted, proposed))
         assert 0 < one.rate < 1
-        assert 1 <= one.length(7) <= 7
     assert one.proposed == sum(proposed for proposed, _ in drafts)
     assert one.accepted == sum(min(pair) for pair in drafts)

@@ -15,6 +15,7 @@ from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.generation.device_sampler import DeviceSampler
 from trt_kvcache.generation.drafting import Drafting
+from trt_kvcache.session import draft_plan, verify_steps
 from trt_kvcache.session.draft_pace import LENGTHS, DraftPace
 from trt_kvcache.session.hidden_states import downloaded
 
@@ -123,14 +124,17 @@ def ahead(session: InferenceSession) -> InferenceSession:
 
 def always_drafting(session: InferenceSession) -> InferenceSession:
     """Have the steps of a session verify drafts whether they pay or not, and return it."""
-    session._decode_steps._pace.length = lambda running, draftings: LENGTHS[-1]
+    session._decode_steps._pace.limit = lambda running, draftings: LENGTHS[-1]
+    session._decode_steps._pace.pay = lambda running, drafts: True
     return session
 
 
 def draft_lengths(monkeypatch: pytest.MonkeyPatch, length: Callable[[Drafting], int]) -> None:
     """Have all steps verify drafts, and give each draft of a request the length that the function returns."""
-    monkeypatch.setattr(DraftPace, "length", lambda self, running, draftings: LENGTHS[-1])
-    monkeypatch.setattr(Drafting, "length", lambda self, longest: length(self))
+    monkeypatch.setattr(DraftPace, "limit", lambda self, running, draftings: LENGTHS[-1])
+    monkeypatch.setattr(DraftPace, "pay", lambda self, running, drafts: True)
+    for module in (draft_plan, verify_steps):
+        monkeypatch.setattr(module, "draft_limit", lambda request, limit: 0 if request.drafting is None else length(request.drafting))
 
 
 def hidden_rows(session: InferenceSession, slot: int, count: int) -> Any:

@@ -592,7 +592,7 @@ def test_the_line_of_the_limit_has_the_colour_of_its_legend(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     report = importlib.import_module("end_to_end_report")
     lines = re.findall(r'<line [^>]*stroke="([^"]+)"', report.picture(end_to_end_results()))
-    assert lines == [report.LIMIT] * 2, "the legend, and the one shape that is drawn"
+    assert lines == [report.LIMIT] * 3, "the legend, and the two shapes that are drawn"
 
 
 def test_the_sentence_of_the_readme_is_that_of_the_result(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.generation.ngram_drafter import NgramDrafter
-from trt_kvcache.session.draft_pace import LENGTHS, DraftPace
+from trt_kvcache.session.draft_pace import LENGTHS, DraftPace, VerifiedDrafts
 
 Cost = Callable[[int], float]
 
@@ -34,21 +34,33 @@ class Steps:
         self.draftings = [Drafting(NgramDrafter()) for _ in range(requests)]
         self._random = random.Random(seed)
 
-    def run(self, count: int, cost: Cost, rates: Sequence[float]) -> list[int]:
-        """Run steps and return the lengths of their drafts."""
-        found = []
-        for _ in range(count):
-            length = self.pace.length(len(self.draftings), self.draftings)
-            self.now += cost(length)
-            before = self.tokens
-            for drafting, rate in zip(self.draftings, rates, strict=True):
-                accepted = next((place for place in range(length) if self._random.random() >= rate), length)
-                self.tokens += 1 + accepted
-                if length:
-                    drafting.record(length, accepted)
-            self.pace.count(len(self.draftings), self.tokens - before, length)
-            found.append(length)
-        return found
+    def run(self, count: int, cost: Cost, rates: Sequence[float], *, proposing: Sequence[float] | None = None) -> list[int]:
+        """Run steps and return the lengths of their drafts. ``proposing``: how often each request has a proposal."""
+        return [self._step(cost, rates, proposing) for _ in range(count)]
+
+    def _step(self, cost: Cost, rates: Sequence[float], proposing: Sequence[float] | None) -> int:
+        running, chance = len(self.draftings), self._random.random
+        limit = self.pace.limit(running, self.draftings)
+        tried = 0 if limit else self.pace.try_limit(running)
+        drafts = [
+            (drafting, rate)
+            for place, (drafting, rate) in enumerate(zip(self.draftings, rates, strict=True))
+            if (limit or tried) and (proposing is None or chance() < proposing[place])
+        ]
+        length = (limit or tried) if drafts else 0
+        if length and not tried and not self.pace.pay(running, [(drafting, length) for drafting, _ in drafts]):
+            tried = self.pace.try_limit(running)
+            length = length if tried else 0
+        self.now += cost(length)
+        self.tokens += running
+        all_accepted = 0
+        for drafting, rate in drafts if length else ():
+            accepted = next((place for place in range(length) if chance() >= rate), length)
+            drafting.record(length, accepted)
+            all_accepted += accepted
+        self.tokens += all_accepted
+        self.pace.count(running, VerifiedDrafts(length * len(drafts), all_accepted, length), tried=bool(tried))
+        return length
 
 
 def tokens_per_second(length: int, cost: Cost, rate: float) -> float:
@@ -73,7 +85,6 @@ def test_a_short_answer_is_not_much_slower_than_without_drafts(name: str, rate: 
         steps = Steps(requests, seed=seed)
         steps.run(128, COSTS[name], [rate] * requests)
         speeds.append(steps.tokens / steps.now / requests)
-    print(name, rate, sum(speeds) / len(speeds))
     assert sum(speeds) / len(speeds) >= 0.97
 
 
@@ -168,16 +179,37 @@ def test_time_since_a_step_that_is_not_counted_is_not_that_of_a_step():
 
 def test_requests_without_drafts_count_too():
     pace, drafting = DraftPace(measures=False), Drafting(NgramDrafter())
-    assert pace.length(1, [drafting]) > 0
-    assert pace.length(64, [drafting]) == 0
-    assert pace.length(3, []) == 0
+    assert pace.limit(1, [drafting]) > 0
+    assert pace.limit(64, [drafting]) == 0
+    assert pace.limit(3, []) == 0
+    assert pace.pay(1, [(drafting, 3)])
+    assert not pace.pay(64, [(drafting, 3)])
+
+
+def test_requests_that_seldom_propose_do_not_slow_others_down() -> None:
+    cost, steps = linear(1.2, 0.06), Steps(8)
+    steps.run(3000, cost, [0.7] * 8, proposing=[0.1] * 8)
+    assert steps.tokens / steps.now / 8 >= 0.98
+
+
+def test_one_request_of_eight_that_repeats_a_text_is_noticed() -> None:
+    cost, steps = linear(1.2, 0.01), Steps(8)
+    steps.run(100, cost, [0.5] * 8, proposing=[0.0] * 8)
+    found = steps.run(200, cost, [1.0] * 8, proposing=[1.0, *[0.0] * 7])
+    assert sum(map(bool, found[-60:])) > 50
+
+
+def test_a_draft_of_more_tokens_than_any_limit() -> None:
+    pace, drafting = DraftPace(measures=False), Drafting(NgramDrafter())
+    assert pace.pay(1, [(drafting, 40)]) in (True, False)
+    pace.count(1, VerifiedDrafts(40, 0, 40))
 
 
 def test_without_measuring_no_time_is_read():
     pace, drafting = DraftPace(measures=False, clock=lambda: 1 / 0), Drafting(NgramDrafter())
-    assert pace.length(1, [drafting]) == 3
-    pace.count(1, 2, 3)
-    pace.count(1, 1, 0)
+    assert pace.limit(1, [drafting]) == 3
+    pace.count(1, VerifiedDrafts(3, 1, 3))
+    pace.count(1, VerifiedDrafts())
 
 
 def test_times_are_measured_again_after_some_hundred_steps():

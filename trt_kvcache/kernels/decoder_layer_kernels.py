@@ -234,7 +234,7 @@ def activated_mul(gate: DeviceTensor, factor: DeviceTensor, *, activation: str, 
 
     Notes
     -----
-    The activation is rounded before it is multiplied, as if it were stored: so do the per-layer inputs of Gemma 4.
+    The activation is rounded before it is multiplied, as if it were stored, as for the per-layer inputs of Gemma 4.
     """
     one_of("activation", activation, tuple(_SIGMOID_INPUTS))
     _check("gate", gate, gate)

@@ -18,7 +18,7 @@ from trt_kvcache.generation.request import Choice, Request
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.session.batch import Batch, Logits
 from trt_kvcache.session.cursors import Cursor, Cursors, cursors_of, still_holds
-from trt_kvcache.session.draft_pace import DraftPace
+from trt_kvcache.session.draft_pace import DraftPace, VerifiedDrafts
 from trt_kvcache.session.draft_plan import DraftPlan, plan_drafts
 from trt_kvcache.session.runner import Runner
 from trt_kvcache.session.slots import Slot
@@ -74,21 +74,32 @@ class DecodeSteps:
         if not all(plan.rows):
             slots = self._batch.with_room_for_idle_rows(slots, plan)
         if plan.is_wide:  # verified rows were overwritten before they were committed
+            self._pace.skip()
             return self._choose(*self._run_again(slots, plan), requests, plan, waits=waits)
         draftings = [request.drafting for request in compress(requests, plan.rows) if request.drafting is not None]
         if not draftings:
             self._pace.skip()
             return self._run_or_verify(slots, requests, plan, None, on_device=False, ahead=ahead, waits=waits)
-        running = sum(map(bool, plan.rows))
+        running, tried = sum(map(bool, plan.rows)), 0
         if self._verify_steps.is_in_flight(requests, plan):
             step = self._verified(slots, *self._verify_steps.run_ahead(slots, requests, plan, ahead=ahead))
         else:
-            on_device, longest = self._chooses_positions(requests, plan), self._pace.length(running, draftings)
-            drafts = plan_drafts(self._runner, slots, requests, plan, longest, on_device=on_device) if longest else None
+            limit = self._pace.limit(running, draftings)
+            tried = 0 if limit else self._pace.try_limit(running)
+            on_device = self._chooses_positions(requests, plan)
+            drafts = plan_drafts(self._runner, slots, requests, plan, limit or tried, on_device=on_device) if limit or tried else None
+            if drafts is not None and drafts.enqueued is None and not tried and not self._pay(running, requests, drafts):
+                tried = self._pace.try_limit(running)
+                drafts = drafts if tried else None
             step = self._run_or_verify(slots, requests, plan, drafts, on_device=on_device, ahead=ahead, waits=waits)
-        tokens, depth = sum(map(len, step.choices.values())), 0 if step.verified is None else step.verified.depth
-        self._pace.count(running, tokens, depth)
+        verified = VerifiedDrafts() if step.verified is None else step.verified.drafts
+        self._pace.count(running, verified, tried=bool(tried))
         return step
+
+    def _pay(self, running: int, requests: Sequence[Request], drafts: DraftPlan) -> bool:
+        """Tell whether drafts pay as they are: some requests may have none, and others shorter ones than they were asked for."""
+        found = [(requests[slot].drafting, draft.depth) for slot, draft in enumerate(drafts.drafts) if len(draft)]
+        return self._pace.pay(running, [(drafting, depth) for drafting, depth in found if drafting is not None])
 
     def _run_or_verify(
         self,

@@ -1,4 +1,4 @@
-"""``DraftPace``: the length of the drafts of a step that gives the most tokens per second, from acceptance and measured times."""
+"""``DraftPace``: the limit for the drafts of a step that gives the most tokens per second, from acceptance and measured times."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from trt_kvcache.generation.drafting import Drafting
 
@@ -18,14 +19,24 @@ _VERIFY, _DRAFT_TOKEN = 1.15, 0.05
 
 #: Times of a kind of step: the last ones, and at least so many. The first two of a shape run without a graph and capture one.
 _WINDOW, _LEAST, _CAPTURES = 16, 3, 2
-#: Steps after which times are forgotten: caches grow, and clocks change; and steps for which one answer is kept.
-_LASTING, _KEPT = 512, 8
+#: Steps after which the times of a kind are forgotten, unless there are new ones: caches grow, and clocks change.
+_LASTING = 512
+#: Steps for which estimates are kept.
+_KEPT = 8
 
-#: Times of steps with drafts hold for up to so many times as many requests, and as few.
+#: Times of steps with drafts hold for up to twice, and down to half, as many requests.
 _NEAR = 2
 
 #: Steps without drafts before one with drafts is tried, once drafts do not pay: at first, and at most.
 _FIRST_PAUSE, _MAX_PAUSE = 8, 128
+
+
+class VerifiedDrafts(NamedTuple):
+    """Drafted tokens of a step, the accepted ones, and those of the longest draft."""
+
+    proposed: int = 0
+    accepted: int = 0
+    depth: int = 0
 
 
 @dataclass
@@ -50,84 +61,90 @@ class _Times:
 
 
 class DraftPace:
-    """Chooses the length of the drafts of a step, for all of its requests: what they draft costs little beside the longest draft.
+    """Chooses a limit for the drafts of each step, one for all requests: the time of a step depends on its longest draft.
 
-    The length changes no token, only the time that they take. With ``measures=False`` times are assumed: on a CPU, steps take milliseconds
-    of other programs too.
+    The limit changes the time, not the tokens. With ``measures=False`` times are assumed.
     """
 
     # The first steps are without drafts: the others are compared with them. Those after them have drafts of one token, which cost least.
+    # On a CPU nothing is measured, because steps take milliseconds of other programs too.
 
     def __init__(self, *, measures: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._measures, self._clock = measures, clock
         #: By length and number of requests: a step of several requests verifies more rows.
         self._times: dict[int, dict[int, _Times]] = {length: {} for length in LENGTHS}
-        self._answers: dict[int, dict[int, float]] = {}  # seconds by length, by number of requests
+        self._estimates: dict[int, dict[int, float]] = {}  # seconds by length, by number of requests
         self._steps = 0
         self._last: tuple[int, float] | None = None  # requests and end of the last step
-        self._pause = _FIRST_PAUSE
-        self._tries_at: int | None = None  # the step that tries drafts; None while they pay
+        self._pause = self._tries_at = _FIRST_PAUSE  # the second one: the step that may try drafts although they do not pay
         self._tried = 1  # place in LENGTHS of the drafts that are tried
 
-    def length(self, running: int, draftings: Sequence[Drafting]) -> int:
-        """Return the length for the next step of ``running`` requests, of which these may have drafts; 0 for none."""
-        seconds = self._seconds(running) if draftings else {}
-        if not seconds:
-            return 0
-        others = running - len(draftings)
-        best, most = 0, 0.0
-        for length, one in seconds.items():
-            speed = (others + sum([drafting.expected_tokens(length) for drafting in draftings])) / one
-            if speed > most:
-                best, most = length, speed
-        if best:
-            self._pause, self._tries_at, self._tried = _FIRST_PAUSE, None, 1
-            return best
-        if self._tries_at is None:
-            self._tries_at = self._steps + self._pause
-        return LENGTHS[self._tried] if self._steps >= self._tries_at else 0
+    def limit(self, running: int, draftings: Sequence[Drafting]) -> int:
+        """Return the limit that is fastest for the next step of ``running`` requests, of which these may have drafts; 0 for no drafts."""
+        fastest, limit = 0.0, 0
+        for length, seconds in self._seconds(running).items() if draftings else ():
+            tokens = running - len(draftings) + sum([drafting.expected_tokens(length) for drafting in draftings])
+            if tokens / seconds > fastest:
+                fastest, limit = tokens / seconds, length
+        return limit
 
-    def count(self, running: int, tokens: int, length: int) -> None:
-        """Count a step that ends now, with its time if the one before it was of as many requests. ``length``: of its longest draft."""
+    def try_limit(self, running: int) -> int:
+        """Return the limit of drafts that are tried in the next step although they do not pay; 0 for no try."""
+        seconds = self._seconds(running) if self._steps >= self._tries_at else {}
+        # They would pay if all of their tokens were accepted.
+        limits = [length for length in LENGTHS[1:] if length in seconds and (1 + length) * seconds[0] > seconds[length]]
+        return next((length for length in limits if length >= LENGTHS[self._tried]), max(limits, default=0))
+
+    def pay(self, running: int, drafts: Sequence[tuple[Drafting, int]]) -> bool:
+        """Tell whether a step that verifies these drafts is faster than one without. Each has a length. Others have proposed none."""
+        seconds = self._seconds(running)
+        tokens = running - len(drafts) + sum([drafting.expected_tokens(length) for drafting, length in drafts])
+        longest = _class_of(max(length for _, length in drafts))
+        return longest in seconds and tokens * seconds[0] >= running * seconds[longest]
+
+    def count(self, running: int, drafts: VerifiedDrafts, *, tried: bool = False) -> None:
+        """Count a step that ends now, with its time if the one before it was of as many requests. ``tried``: by :meth:`try_limit`."""
         self._steps += 1
-        if length and self._tries_at is not None and self._steps > self._tries_at:
-            self._count_try(is_hit=tokens >= running * (1 + length))
+        if drafts.depth:
+            self._count_drafts(drafts, tried=tried)
         if not self._measures:
             return
         last, self._last = self._last, (running, self._clock())
         if last is not None and last[0] == running:
-            by_requests = self._times[next(most for most in LENGTHS if most >= length)]
-            times = by_requests.setdefault(running, _Times(_CAPTURES if length else 0))
+            times = self._times[_class_of(drafts.depth)].setdefault(running, _Times(_CAPTURES if drafts.depth else 0))
             times.count(self._last[1] - last[1], self._steps)
             if len(times.seconds) <= _LEAST:
-                self._answers.clear()
+                self._estimates.clear()
         if not self._steps % _KEPT:
-            self._answers.clear()
+            self._estimates.clear()
 
-    def _count_try(self, *, is_hit: bool) -> None:
-        """Try a longer draft at once after a hit, and one token after a pause otherwise."""
-        if is_hit:
-            self._pause, self._tries_at, self._tried = _FIRST_PAUSE, self._steps, min(self._tried + 1, len(LENGTHS) - 1)
-        else:
+    def _count_drafts(self, drafts: VerifiedDrafts, *, tried: bool) -> None:
+        """Set the next try: a longer one at once after drafts that were accepted as a whole, a short one after a pause otherwise."""
+        is_whole = drafts.accepted == drafts.proposed
+        if not tried:
+            self._pause = _FIRST_PAUSE
+        elif not is_whole:
             self._pause = min(2 * self._pause, _MAX_PAUSE)
-            self._tries_at, self._tried = self._steps + self._pause, 1
+        self._tries_at = self._steps + (0 if is_whole else self._pause)
+        self._tried = min(self._tried + 1, len(LENGTHS) - 1) if is_whole else 1
 
     def skip(self) -> None:
-        """Note a step of requests without drafts, which is not counted."""
+        """Note a step that is not counted."""
         self._last = None
 
     def _seconds(self, running: int) -> dict[int, float]:
         """Return the seconds of a step by length, measured or estimated; nothing if those without drafts are not known."""
-        found = self._answers.get(running)
+        found = self._estimates.get(running)
         if found is None:
-            found = self._answers[running] = self._measured(running) if self._measures else _estimated({0: 1.0})
+            found = self._estimates[running] = self._measured(running) if self._measures else _estimated({0: 1.0})
         return found
 
     def _measured(self, running: int) -> dict[int, float]:
         known = {length: one for length in LENGTHS if (one := self._known(length, running)) is not None}
-        if len(known) > 1 or 0 not in known:
-            return _estimated(known) if 0 in known else {}
-        return {length: _estimated(known)[length] for length in LENGTHS[:2]}
+        if 0 not in known:
+            return {}
+        seconds = _estimated(known)
+        return seconds if len(known) > 1 else {length: seconds[length] for length in LENGTHS[:2]}
 
     def _known(self, length: int, running: int) -> float | None:
         """Return the measured seconds of a step of this number of requests or the nearest one; with drafts, of one that is not far.
@@ -135,25 +152,30 @@ class DraftPace:
         Without drafts a step reads all weights and little else, however many requests it has.
         """
         known = {
-            count: times
-            for count, times in self._times[length].items()
-            if times.is_known(self._steps) and (not length or running / _NEAR <= count <= running * _NEAR)
+            requests: times
+            for requests, times in self._times[length].items()
+            if times.is_known(self._steps) and (not length or running / _NEAR <= requests <= running * _NEAR)
         }
-        return median(known[min(known, key=lambda count: abs(count - running))].seconds) if known else None
+        return median(known[min(known, key=lambda requests: abs(requests - running))].seconds) if known else None
+
+
+def _class_of(length: int) -> int:
+    """Return the length of LENGTHS with which the time of a draft is kept."""
+    return next((one for one in LENGTHS if one >= length), LENGTHS[-1])
 
 
 def _estimated(known: Mapping[int, float]) -> dict[int, float]:
     """Return the seconds of a step by length. An unknown length gets a short time, so that it is tried and measured if it may pay."""
     plain, seconds = known[0], dict(known)
     drafted = sorted(length for length in known if length)
-    token = _DRAFT_TOKEN * plain
+    slope = 0.0  # seconds for each token, past the two longest that are measured
+    if len(drafted) > 1:
+        slope = (known[drafted[-1]] - known[drafted[-2]]) / (drafted[-1] - drafted[-2])
     for length in LENGTHS[1:]:
         if length not in known:
             shorter = [one for one in drafted if one < length]
             first, start = (shorter[-1], known[shorter[-1]]) if shorter else (0, _VERIFY * plain)
-            if len(shorter) == len(drafted) > 1:  # two measured ones tell how long a token takes
-                second = shorter[-2]
-                token = max(token, (start - known[second]) / (first - second))
+            token = max(_DRAFT_TOKEN * plain, slope if len(shorter) == len(drafted) else 0.0)
             longer = [known[one] for one in drafted if one > length]
             seconds[length] = min([start + token * (length - first), *longer])
     return seconds

@@ -43,13 +43,13 @@ class DraftPlan(NamedTuple):
 
 
 def plan_drafts(
-    runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, longest: int, *, on_device: bool
+    runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, limit: int, *, on_device: bool
 ) -> DraftPlan | None:
     """Propose tokens that follow a plan of one token for each slot; None if there are none, or no slot has room for them.
 
-    ``longest``: most tokens of a draft. ``on_device``: the tokens may stay on the device.
+    ``limit``: most tokens of a draft. ``on_device``: the tokens may stay on the device.
     """
-    sequences = _sequences(runner, slots, requests, plan, longest)
+    sequences = _sequences(runner, slots, requests, plan, limit)
     if not sequences:
         return None
     enqueued = _enqueued(sequences) if on_device else None
@@ -68,6 +68,11 @@ def plan_drafts(
     return None
 
 
+def draft_limit(request: Request, limit: int) -> int:
+    """Return the most tokens of the next draft of a request, in a step with this limit."""
+    return 0 if request.drafting is None else min(limit, VERIFY_WIDTH - 1)
+
+
 def _plan_of(rows: Rows, drafts: Sequence[DraftTree]) -> StepPlan:
     """Plan a token of each slot that is not idle, and its draft: a token whose parent is -1 follows that token."""
     parents = None
@@ -76,16 +81,14 @@ def _plan_of(rows: Rows, drafts: Sequence[DraftTree]) -> StepPlan:
     return StepPlan.of([(*row, *draft.tokens) for row, draft in zip(rows, drafts, strict=True)], LogitsWanted.ALL, parents)
 
 
-def _sequences(
-    runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, longest: int
-) -> dict[int, DraftedSequence]:
+def _sequences(runner: Runner, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, most: int) -> dict[int, DraftedSequence]:
     """Return the sequences that may have a draft in the next step."""
     found = {}
     for index in plan.running():
         request, slot = requests[index], slots[index]
         if request.drafting is not None:
             room = min(runner.plan.max_logits_per_slot, runner.cache.lengths.max_sequence_length - slot.length) - 1
-            limit = min(request.drafting.length(longest), VERIFY_WIDTH - 1, request.remaining - 1, room)
+            limit = min(draft_limit(request, most), request.remaining - 1, room)
             if limit > 0:
                 hidden = None
                 if runner.hidden_states is not None:

@@ -20,8 +20,8 @@ from trt_kvcache.kernels.draft_kernels import accept_drafts_kernel, place_drafts
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.chunks import Chunk, from_first_slot
 from trt_kvcache.session.cursors import Cursor, Cursors, cursors_of, still_holds
-from trt_kvcache.session.draft_pace import DraftPace
-from trt_kvcache.session.draft_plan import DraftPlan
+from trt_kvcache.session.draft_pace import DraftPace, VerifiedDrafts
+from trt_kvcache.session.draft_plan import DraftPlan, draft_limit
 from trt_kvcache.session.drafted_rows import DraftedRow, DraftedRows
 from trt_kvcache.session.drafts_ahead import AheadPlan, ChosenTokens
 from trt_kvcache.session.model_drafter import DraftToContinue, EnqueuedDrafts, ModelDrafter
@@ -47,8 +47,7 @@ class VerifiedRows:
     plan: StepPlan
     #: Indices of the tokens of each row to commit: its first one, and those of the draft that were accepted.
     paths: Rows
-    #: Tokens of the longest draft that was verified.
-    depth: int
+    drafts: VerifiedDrafts
     #: The verification of the next drafts, if it runs already. Its rows lie past these.
     following: Verification | None = None
 
@@ -152,6 +151,7 @@ class VerifySteps:
         choices = {slot: found for slot, (found, _) in verified.items()}
         paths: list[Sequence[int]] = [verified[slot][1] if slot in verified else () for slot in range(len(drafts.plan.rows))]
         self._batch.count_step(sum(map(len, paths)), seconds)
+        proposed = accepted_tokens = 0
         for slot, chosen in choices.items():
             draft, drafting, tokens = drafts.drafts[slot], requests[slot].drafting, _tokens(chosen)
             if not len(draft) or not tokens or drafting is None:
@@ -161,7 +161,9 @@ class VerifySteps:
             count, depth = (accepted, accepted) if accepted == len(tokens) else (len(draft), draft.depth)
             drafting.record(count, accepted, depth=depth)
             self._batch.count_draft(count, accepted)
-        return choices, VerifiedRows(drafts.plan, paths, max(draft.depth for draft in drafts.drafts), following)
+            proposed, accepted_tokens = proposed + depth, accepted_tokens + accepted
+        counts = VerifiedDrafts(proposed, accepted_tokens, max(draft.depth for draft in drafts.drafts))
+        return choices, VerifiedRows(drafts.plan, paths, counts, following)
 
     def _room(self, slot: Slot) -> int:
         """Return how many tokens of a draft a slot has room for."""
@@ -223,11 +225,10 @@ class VerifySteps:
             return None
         verified, lengths = {}, [slot.length for slot in slots]
         draftings = [drafting for slot in running if (drafting := requests[slot].drafting) is not None]
-        longest = self._pace.length(len(running), draftings)
+        step_limit = self._pace.limit(len(running), draftings)
         for slot in running:
             request, asked = requests[slot], len(drafts.drafts[slot])
-            limit = 0 if request.drafting is None else request.drafting.length(longest)
-            limit = min(limit, VERIFY_WIDTH - 1, runner.plan.max_logits_per_slot - 1)
+            limit = min(draft_limit(request, step_limit), runner.plan.max_logits_per_slot - 1)
             if not asked or limit < 1 or request.remaining <= asked + 1:
                 return None
             verified[slot] = DraftToContinue(request, slots[slot].length, asked, limit)
