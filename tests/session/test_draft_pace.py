@@ -205,6 +205,12 @@ def test_a_draft_of_more_tokens_than_any_limit() -> None:
     pace.count(1, VerifiedDrafts(40, 0, 40))
 
 
+def test_a_clock_that_stands_still_ends_nothing():
+    steps = Steps(2)
+    steps.run(200, lambda length: 0.0, [0.5, 0.5])
+    assert steps.tokens >= 400
+
+
 def test_without_measuring_no_time_is_read():
     pace, drafting = DraftPace(measures=False, clock=lambda: 1 / 0), Drafting(NgramDrafter())
     assert pace.limit(1, [drafting]) == 3

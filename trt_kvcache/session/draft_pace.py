@@ -27,6 +27,9 @@ _KEPT = 8
 #: Times of steps with drafts hold for up to twice, and down to half, as many requests.
 _NEAR = 2
 
+#: No step is taken to be shorter: a clock may stand still.
+_LEAST_SECONDS = 1e-6
+
 #: Steps without drafts before one with drafts is tried, once drafts do not pay: at first, and at most.
 _FIRST_PAUSE, _MAX_PAUSE = 8, 128
 
@@ -112,7 +115,7 @@ class DraftPace:
         last, self._last = self._last, (running, self._clock())
         if last is not None and last[0] == running:
             times = self._times[_class_of(drafts.depth)].setdefault(running, _Times(_CAPTURES if drafts.depth else 0))
-            times.count(self._last[1] - last[1], self._steps)
+            times.count(max(self._last[1] - last[1], _LEAST_SECONDS), self._steps)
             if len(times.seconds) <= _LEAST:
                 self._estimates.clear()
         if not self._steps % _KEPT:
