@@ -120,7 +120,7 @@ def test_a_part_of_a_text_that_repeats_another_one_is_noticed_soon() -> None:
     steps.run(600, cost, [0.1])
     found = steps.run(150, cost, [1.0])
     first = next(place for place, length in enumerate(found) if length)
-    assert found[first : first + 12].count(15) >= 6
+    assert found[first : first + 16].count(15) >= 6
 
 
 def test_slow_steps_now_and_then_do_not_matter():
@@ -128,7 +128,7 @@ def test_slow_steps_now_and_then_do_not_matter():
     steps, found = Steps(), []
     for number in range(400):
         found += steps.run(1, lambda length, slow=number % 6 == 0: 50.0 if slow else COSTS["head"](length), [0.8])
-    assert all(found[-300:])
+    assert sum(map(bool, found[-300:])) >= 280
 
 
 def test_a_length_is_left_once_it_is_found_to_be_slow():
@@ -144,7 +144,7 @@ def test_requests_of_a_step_have_one_length_that_is_best_for_all():
     found = one.run(1500, cost, [0.95, *[0.0] * 7])
     assert sum(map(bool, found[100:])) < 100, "a step of eight for the drafts of one"
     most = Steps(8)
-    assert all(most.run(500, cost, [*[0.95] * 7, 0.0])[100:])
+    assert sum(map(bool, most.run(500, cost, [*[0.95] * 7, 0.0])[100:])) >= 380
 
 
 def test_times_are_those_of_as_many_requests():
@@ -156,7 +156,7 @@ def test_times_are_those_of_as_many_requests():
     steps.draftings = steps.draftings[:1]
     for _ in range(50):
         steps.draftings[0].record(1, 1)
-    assert all(steps.run(50, COSTS["head"], [0.9]))
+    assert all(steps.run(50, COSTS["head"], [0.9])[4:])
 
 
 def test_time_between_steps_of_other_numbers_of_requests_is_not_counted():
@@ -199,6 +199,33 @@ def test_one_request_of_eight_that_repeats_a_text_is_noticed() -> None:
     assert sum(map(bool, found[-60:])) > 50
 
 
+def test_steps_without_drafts_that_were_slow_for_a_while_are_measured_again() -> None:
+    cost, steps = linear(2.2, 0.01), Steps()
+    steps.run(200, cost, [0.0])
+    steps.run(16, lambda length: cost(length) + 2.0, [0.0])  # something else has used the GPU
+    before = steps.now
+    steps.run(600, cost, [0.0])
+    assert 600 / (steps.now - before) >= 0.7
+
+
+def test_a_drafter_that_proposes_less_than_it_may_is_not_believed_to_propose_more() -> None:
+    """Each step brings one token at three times the cost of a step without drafts, though all drafts are accepted."""
+    cost, pace, drafting, now, tokens = linear(3.0, 0.01), DraftPace(measures=False), Drafting(NgramDrafter()), 0.0, 0
+    pace._seconds = lambda running: {length: cost(length) for length in LENGTHS}
+    for _ in range(400):
+        limit = pace.limit(1, [drafting])
+        tried = 0 if limit else pace.try_limit(1)
+        is_verified = bool(limit or tried) and (bool(tried) or pace.pay(1, [(drafting, 1)]))
+        if not is_verified and limit:
+            tried = pace.try_limit(1)
+            is_verified = bool(tried)
+        if is_verified:
+            drafting.record(1, 1)
+        now, tokens = now + cost(int(is_verified)), tokens + 1 + is_verified
+        pace.count(1, VerifiedDrafts(1, 1, 1) if is_verified else VerifiedDrafts(), tried=bool(tried))
+    assert tokens / now >= 0.9
+
+
 def test_a_draft_of_more_tokens_than_any_limit() -> None:
     pace, drafting = DraftPace(measures=False), Drafting(NgramDrafter())
     assert pace.pay(1, [(drafting, 40)]) in (True, False)
@@ -222,5 +249,5 @@ def test_times_are_measured_again_after_some_hundred_steps():
     steps = Steps()
     found = steps.run(2000, COSTS["head"], [0.9])
     plain = [place for place, length in enumerate(found) if not length]
-    assert len(plain) < 30
-    assert max(later - earlier for earlier, later in pairwise(plain)) < 600
+    assert len(plain) < 60
+    assert max(later - earlier for earlier, later in pairwise(plain)) < 140

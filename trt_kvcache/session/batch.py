@@ -307,6 +307,11 @@ class Batch:
                 after[index] = slot.shortened(last, (*slot.row[last : slot.length], *slot.pending))
         return after
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of all prompts so far."""
+        return self._counters.prefill_tokens
+
     def count_step(self, num_tokens: int, seconds: float) -> None:
         """Count a decode step in the statistics."""
         self._counters.decode_steps += 1

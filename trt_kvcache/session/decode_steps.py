@@ -54,6 +54,7 @@ class DecodeSteps:
         self._sampled: Mapping[int, Cursor | None] = {}
         self._ahead: _StepAhead | None = None
         self._pace = DraftPace(measures=not runner.cache.memory.is_host)
+        self._prefill_tokens = 0
         self._verify_steps = VerifySteps(runner, batch, self._pace)
         #: True if tokens are chosen on the device. Tests set it over host memory.
         self.on_device = not runner.cache.memory.is_host and self.can_be_on_device
@@ -80,6 +81,9 @@ class DecodeSteps:
         if not draftings:
             self._pace.skip()
             return self._run_or_verify(slots, requests, plan, None, on_device=False, ahead=ahead, waits=waits)
+        if self._batch.prefill_tokens != self._prefill_tokens:  # a step with a prompt is no measure of others
+            self._prefill_tokens = self._batch.prefill_tokens
+            self._pace.skip()
         running, tried = sum(map(bool, plan.rows)), 0
         if self._verify_steps.is_in_flight(requests, plan):
             step = self._verified(slots, *self._verify_steps.run_ahead(slots, requests, plan, ahead=ahead))

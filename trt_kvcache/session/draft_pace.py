@@ -19,12 +19,13 @@ _VERIFY, _DRAFT_TOKEN = 1.15, 0.05
 
 #: Times of a kind of step: the last ones, and at least so many. The first two of a shape run without a graph and capture one.
 _WINDOW, _LEAST, _CAPTURES = 16, 3, 2
-#: Steps after which the times of a kind are forgotten, unless there are new ones: caches grow, and clocks change.
-_LASTING = 512
+#: Steps after which the times of a kind are forgotten, unless there are new ones: caches grow, and clocks change. While drafts pay no step
+#: is without them, so a wrong time of these would last.
+_LASTING, _PLAIN_LASTING = 512, 128
 #: Steps for which estimates are kept.
 _KEPT = 8
 
-#: Times of steps with drafts hold for up to twice, and down to half, as many requests.
+#: Times hold for up to twice, and down to half, as many requests.
 _NEAR = 2
 
 #: No step is taken to be shorter: a clock may stand still.
@@ -47,6 +48,7 @@ class _Times:
     """Seconds of the last steps with drafts of one length and one number of requests."""
 
     skipped: int  # of the next steps, so many are not counted
+    lasting: int
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     ends: int = 0  # the step after which they are forgotten
 
@@ -57,7 +59,7 @@ class _Times:
         if step > self.ends:
             self.seconds.clear()
         self.seconds.append(seconds)
-        self.ends = step + _LASTING
+        self.ends = step + self.lasting
 
     def is_known(self, step: int) -> bool:
         return len(self.seconds) >= _LEAST and step <= self.ends
@@ -114,7 +116,8 @@ class DraftPace:
             return
         last, self._last = self._last, (running, self._clock())
         if last is not None and last[0] == running:
-            times = self._times[_class_of(drafts.depth)].setdefault(running, _Times(_CAPTURES if drafts.depth else 0))
+            kind = (_CAPTURES, _LASTING) if drafts.depth else (0, _PLAIN_LASTING)
+            times = self._times[_class_of(drafts.depth)].setdefault(running, _Times(*kind))
             times.count(max(self._last[1] - last[1], _LEAST_SECONDS), self._steps)
             if len(times.seconds) <= _LEAST:
                 self._estimates.clear()
@@ -123,7 +126,7 @@ class DraftPace:
 
     def _count_drafts(self, drafts: VerifiedDrafts, *, tried: bool) -> None:
         """Set the next try: a longer one at once after drafts that were accepted as a whole, a short one after a pause otherwise."""
-        is_whole = drafts.accepted == drafts.proposed
+        is_whole = drafts.accepted == drafts.proposed and drafts.depth >= LENGTHS[self._tried]
         if not tried:
             self._pause = _FIRST_PAUSE
         elif not is_whole:
@@ -150,14 +153,11 @@ class DraftPace:
         return seconds if len(known) > 1 else {length: seconds[length] for length in LENGTHS[:2]}
 
     def _known(self, length: int, running: int) -> float | None:
-        """Return the measured seconds of a step of this number of requests or the nearest one; with drafts, of one that is not far.
-
-        Without drafts a step reads all weights and little else, however many requests it has.
-        """
+        """Return the measured seconds of a step of this number of requests or the nearest one that is not far."""
         known = {
             requests: times
             for requests, times in self._times[length].items()
-            if times.is_known(self._steps) and (not length or running / _NEAR <= requests <= running * _NEAR)
+            if times.is_known(self._steps) and running / _NEAR <= requests <= running * _NEAR
         }
         return median(known[min(known, key=lambda requests: abs(requests - running))].seconds) if known else None
 
