@@ -14,8 +14,8 @@
 #include "attention/schedule.cuh"
 
 // If this block has the head's last tile, appends the new tokens after RoPE, and stores their quantized values at the
-// start of their rows (with kSharedRows does neither). If q stays in shared memory, permutes its columns in groups of 16, in the order that
-// QueryFragments loads. Ends with a barrier.
+// start of their rows (with kSharedRows does neither). If q stays in shared memory, permutes its columns in groups of
+// 16, in the order that QueryFragments loads. Ends with a barrier.
 template <int kRows>
 __device__ __forceinline__ void quantize_few(const DecodeParams& params, const TileCoord& at, unsigned char* head,
                                              float* new_scales, bool has_last_tile) {

@@ -8,8 +8,8 @@
 //                  the tile used last holds the warp's output (kernel: reduce_warps), and at the end of the kernel the
 //                  whole ring holds what other blocks published (SplitKVReduce::collect).
 //     heads        [kHeadBuffers] buffers of R + 4 T rows: R rows of q, T of k, T of v (all swizzled if T > 1, but
-//                  for quantized rows with kSharedRows), 2 T of cosines and sines. Filled by all threads, read by all warps after a barrier. At the end of the
-//                  kernel: fragments that this block merges.
+//                  for quantized rows with kSharedRows), 2 T of cosines and sines. Filled by all threads, read by
+//                  all warps after a barrier. At the end of the kernel: fragments that this block merges.
 //     scales       if the cache has scales, [kWarps][kRingTiles] scales of a tile's tokens: filled and read with the
 //                  tile
 //     new_scales   and [kHeadBuffers] scales of new tokens, T of k and T of v: filled with the head, or when the tokens
@@ -211,7 +211,8 @@ struct KVPipeline {
     }
 
 private:
-    // q, k and v of a head (with kSharedRows the stored rows of k and v), and the angles of its position, by all threads of the block.
+    // q, k and v of a head (with kSharedRows the stored rows of k and v), and the angles of its position, by all
+    // threads of the block.
     __device__ __forceinline__ void fill_head() {
         const TileCoord& at = ahead.at;
         const SharedAddress to = shared_address(smem.head_buffer(ahead.head_buffer));

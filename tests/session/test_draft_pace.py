@@ -228,14 +228,37 @@ def test_a_drafter_that_proposes_less_than_it_may_is_not_believed_to_propose_mor
 
 def test_a_draft_of_more_tokens_than_any_limit() -> None:
     pace, drafting = DraftPace(measures=False), Drafting(NgramDrafter())
-    assert pace.pay(1, [(drafting, 40)]) in (True, False)
+    for _ in range(40):
+        drafting.record(15, 15)
+    assert pace.pay(1, [(drafting, 40)])  # its time is taken to be that of the longest limit
     pace.count(1, VerifiedDrafts(40, 0, 40))
+    assert pace.limit(1, [drafting]) == LENGTHS[-1]
 
 
 def test_a_clock_that_stands_still_ends_nothing():
+    """All steps take as long, so the longest drafts are best."""
     steps = Steps(2)
-    steps.run(200, lambda length: 0.0, [0.5, 0.5])
-    assert steps.tokens >= 400
+    assert steps.run(200, lambda length: 0.0, [0.9, 0.9])[-1] == LENGTHS[-1]
+
+
+def test_steps_with_prompts_count_only_where_there_are_no_others():
+    """A server under load may run a part of a prompt in every step."""
+    pace, now = DraftPace(measures=True, clock=lambda: now[0]), [0.0]
+
+    def run(seconds: float, *, has_prompt: bool) -> None:
+        now[0] += seconds
+        pace.count(1, VerifiedDrafts(), has_prompt=has_prompt)
+
+    for _ in range(5):
+        run(3.0, has_prompt=True)
+    assert pace._known(0, 1) == pytest.approx(3.0)
+    assert pace.limit(1, [Drafting(NgramDrafter())]) == 1
+    pace = DraftPace(measures=True, clock=lambda: now[0])
+    for _ in range(5):
+        run(1.0, has_prompt=False)
+    for _ in range(16):
+        run(3.0, has_prompt=True)
+    assert pace._known(0, 1) == pytest.approx(1.0)
 
 
 def test_without_measuring_no_time_is_read():

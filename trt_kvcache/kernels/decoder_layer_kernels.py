@@ -336,7 +336,7 @@ def _normed(rows: np.ndarray, weight: DeviceTensor, eps: float, weight_offset: f
 
 
 def _over_root_mean_square(rows: np.ndarray, eps: float) -> np.ndarray:
-    """Return the same without a weight."""
+    """Return rows over their root mean square, in float32."""
     values = rows.astype(np.float32)
     scaled: np.ndarray = values * (1 / np.sqrt(np.mean(values * values, axis=-1, keepdims=True) + np.float32(eps)))
     return scaled

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.generation.device_sampler import DeviceSampler, SampledTokens
+from trt_kvcache.generation.drafting import Drafting
 from trt_kvcache.generation.request import Choice, Request
 from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
 from trt_kvcache.session.batch import Batch, Logits
@@ -81,24 +82,30 @@ class DecodeSteps:
         if not draftings:
             self._pace.skip()
             return self._run_or_verify(slots, requests, plan, None, on_device=False, ahead=ahead, waits=waits)
-        if self._batch.prefill_tokens != self._prefill_tokens:  # a step with a prompt is no measure of others
-            self._prefill_tokens = self._batch.prefill_tokens
-            self._pace.skip()
-        running, tried = sum(map(bool, plan.rows)), 0
+        running, tries = sum(map(bool, plan.rows)), False
+        has_prompt, self._prefill_tokens = self._prefill_tokens != self._batch.prefill_tokens, self._batch.prefill_tokens
         if self._verify_steps.is_in_flight(requests, plan):
             step = self._verified(slots, *self._verify_steps.run_ahead(slots, requests, plan, ahead=ahead))
         else:
-            limit = self._pace.limit(running, draftings)
-            tried = 0 if limit else self._pace.try_limit(running)
             on_device = self._chooses_positions(requests, plan)
-            drafts = plan_drafts(self._runner, slots, requests, plan, limit or tried, on_device=on_device) if limit or tried else None
-            if drafts is not None and drafts.enqueued is None and not tried and not self._pay(running, requests, drafts):
-                tried = self._pace.try_limit(running)
-                drafts = drafts if tried else None
+            drafts, tries = self._drafts(slots, requests, plan, draftings, on_device=on_device)
             step = self._run_or_verify(slots, requests, plan, drafts, on_device=on_device, ahead=ahead, waits=waits)
         verified = VerifiedDrafts() if step.verified is None else step.verified.drafts
-        self._pace.count(running, verified, tried=bool(tried))
+        self._pace.count(running, verified, tried=tries, has_prompt=has_prompt)
         return step
+
+    def _drafts(
+        self, slots: Sequence[Slot], requests: Sequence[Request], plan: StepPlan, draftings: Sequence[Drafting], *, on_device: bool
+    ) -> tuple[DraftPlan | None, bool]:
+        """Return the drafts that the next step verifies, if any, and True if it tries them although they do not pay."""
+        running = sum(map(bool, plan.rows))
+        limit, tries = self._pace.limit(running, draftings), False
+        if not limit:
+            limit, tries = self._pace.try_limit(running), True
+        drafts = plan_drafts(self._runner, slots, requests, plan, limit, on_device=on_device) if limit else None
+        if drafts is None or tries or drafts.enqueued is not None or self._pay(running, requests, drafts):
+            return drafts, tries
+        return (drafts, True) if self._pace.try_limit(running) else (None, False)
 
     def _pay(self, running: int, requests: Sequence[Request], drafts: DraftPlan) -> bool:
         """Tell whether drafts pay as they are: some requests may have none, and others shorter ones than they were asked for."""

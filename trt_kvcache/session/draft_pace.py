@@ -36,7 +36,7 @@ _FIRST_PAUSE, _MAX_PAUSE = 8, 128
 
 
 class VerifiedDrafts(NamedTuple):
-    """Drafted tokens of a step, the accepted ones, and those of the longest draft."""
+    """Drafted tokens of a step (of a tree those of its longest path), the accepted ones, and those of the longest draft."""
 
     proposed: int = 0
     accepted: int = 0
@@ -52,9 +52,11 @@ class _Times:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     ends: int = 0  # the step after which they are forgotten
 
-    def count(self, seconds: float, step: int) -> None:
+    def count(self, seconds: float, step: int, *, has_prompt: bool) -> None:
         if self.skipped:
             self.skipped -= 1
+            return
+        if has_prompt and self.is_known(step):  # it says less than others, but more than nothing
             return
         if step > self.ends:
             self.seconds.clear()
@@ -107,8 +109,11 @@ class DraftPace:
         longest = _class_of(max(length for _, length in drafts))
         return longest in seconds and tokens * seconds[0] >= running * seconds[longest]
 
-    def count(self, running: int, drafts: VerifiedDrafts, *, tried: bool = False) -> None:
-        """Count a step that ends now, with its time if the one before it was of as many requests. ``tried``: by :meth:`try_limit`."""
+    def count(self, running: int, drafts: VerifiedDrafts, *, tried: bool = False, has_prompt: bool = False) -> None:
+        """Count a step that ends now, with its time if the one before it was of as many requests.
+
+        ``tried``: by :meth:`try_limit`. ``has_prompt``: a prompt, or a part of one, ran since that step.
+        """
         self._steps += 1
         if drafts.depth:
             self._count_drafts(drafts, tried=tried)
@@ -118,7 +123,7 @@ class DraftPace:
         if last is not None and last[0] == running:
             kind = (_CAPTURES, _LASTING) if drafts.depth else (0, _PLAIN_LASTING)
             times = self._times[_class_of(drafts.depth)].setdefault(running, _Times(*kind))
-            times.count(max(self._last[1] - last[1], _LEAST_SECONDS), self._steps)
+            times.count(max(self._last[1] - last[1], _LEAST_SECONDS), self._steps, has_prompt=has_prompt)
             if len(times.seconds) <= _LEAST:
                 self._estimates.clear()
         if not self._steps % _KEPT:
